@@ -77,7 +77,7 @@ def _on_gpu(name: str, suites: list[type[family.Suite]]) -> str:
     specs = [_spec(suite, changes) for suite in suites for changes in suite.variants.values()]
     obstacles = [found for found in map(gpu_obstacle, specs) if found is not None]
     if not obstacles:
-        return "yes"
+        return "yes, on Hopper" if gpu_obstacle(specs[0], is_hopper=False) else "yes"
     what = min(obstacles).removesuffix(" is not supported on GPUs")
     return f"{'no' if len(obstacles) == len(specs) else 'yes, except'}: {what}"
 

@@ -80,7 +80,8 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
     if config.block_size not in GPU_BLOCK_SIZES:
         return f"block_size is {config.block_size}, and GPUs support {GPU_BLOCK_SIZES}"
     spec = read_spec(checkpoint)
-    return gpu_obstacle(spec, spec.max_model_len(config))
+    is_hopper = architectures.has_wgmma(torch.cuda.get_device_capability())
+    return gpu_obstacle(spec, spec.max_model_len(config), is_hopper)
 
 
 def _capability_obstacle() -> str | None:

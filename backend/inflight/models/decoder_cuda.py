@@ -28,7 +28,7 @@ from inflight.models.experts_cuda import (
     MoeMemory,
     SharedExpert,
 )
-from inflight.models.gpu_support import gpu_obstacle, has_experts
+from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.layers.attention import (
     Attention,
     ForwardInputs,
@@ -114,9 +114,7 @@ def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:
     Raises:
         ConfigError: they do not.
     """
-    obstacle = gpu_obstacle(spec, max_len)
-    if obstacle is None and not is_hopper() and any(map(has_experts, spec.layers)):
-        obstacle = "a mixture of experts is not supported on this GPU (allowed: Hopper)"
+    obstacle = gpu_obstacle(spec, max_len, is_hopper())
     if obstacle is not None:
         raise ConfigError(f"{path}: {obstacle}; use device: cpu")
 

@@ -6,13 +6,16 @@ from inflight.config import GPU_HEAD_DIMS
 from inflight.models.spec import LayerSpec, ModelSpec, MoeSpec
 
 
-def gpu_obstacle(spec: ModelSpec, max_len: int | None = None) -> str | None:
+def gpu_obstacle(spec: ModelSpec, max_len: int | None = None, is_hopper: bool = True) -> str | None:
     """Why a model cannot run on a GPU; None if it can.
 
     Args:
         spec: of the model.
         max_len: maximum sequence length; None for the model's.
+        is_hopper: whether the GPU is one, as some models require.
     """
+    if not is_hopper and any(map(has_experts, spec.layers)):
+        return "a mixture of experts is supported on Hopper GPUs only"
     limit = spec.max_position_embeddings if max_len is None else max_len
     obstacles = [
         obstacle for layer in dict.fromkeys(spec.layers) for obstacle in _obstacles(layer, limit)

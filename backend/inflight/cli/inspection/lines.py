@@ -59,7 +59,7 @@ def _rows(one: Summary) -> list[tuple[str, str]]:
         ("BOS token", _token(one.bos) if one.bos is not None else "none"),
         ("stop tokens", ", ".join(map(_token, one.stop_tokens)) or "none"),
         ("CPU", _obstacle(one.obstacles["cpu"])),
-        ("GPU", _obstacle(one.obstacles["gpu"])),
+        ("GPU", _obstacle(one.obstacles["gpu"], "on Hopper" if one.experts else "")),
         *_memory_rows(one.memory),
     ]
 
@@ -160,5 +160,5 @@ def _token(token: NamedToken) -> str:
     return f"{token.id} {token.text!r}" if token.text is not None else str(token.id)
 
 
-def _obstacle(obstacle: str | None) -> str:
-    return "supported" if obstacle is None else obstacle
+def _obstacle(obstacle: str | None, where: str = "") -> str:
+    return f"supported {where}".rstrip() if obstacle is None else obstacle

@@ -1,0 +1,210 @@
+"""Mixtures of experts on GPUs, with the kernels' definitions in the kernels' place."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GptOssConfig, Qwen3MoeConfig
+
+import family
+import family_gpu
+import mixed_step
+from inflight.checkpoint.locate import Checkpoint
+from inflight.config import EngineConfig, Quantization
+from inflight.errors import ConfigError
+from inflight.execution.factory import resolve_device
+from inflight.models import decoder_cuda, gpu_support
+from inflight.models.cuda_placement import CudaPlacement
+from inflight.models.decoder_cuda import Decoder
+from inflight.models.experts_cuda import alternating, router_parts
+from inflight.models.gpu_support import gpu_obstacle
+from inflight.models.loader import ExpertParts
+from inflight.models.quantization.matrix import Matrix, quantize
+from inflight.models.quantization.scaled_cuda import QuantizedInputs
+from inflight.models.registry import read_spec
+from inflight.models.spec import ModelSpec, MoeSpec
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "pad_token_id": 0,
+}
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def _definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    family_gpu.install(monkeypatch)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    model = family.make(Qwen3MoeConfig(**family.SHAPE | EXPERTS), deviation=0.05)
+    return family.write_folder(model, tmp_path / "model")
+
+
+def decoder(checkpoint: Checkpoint, quantization: Quantization) -> Decoder:
+    return mixed_step.make_model(checkpoint, torch.float32, CPU, quantization=quantization)
+
+
+def logits(ours: Decoder) -> Tensor:
+    """Of the texts without a history of noise."""
+    found, _ = mixed_step.run(ours, mixed_step.EVERY_ROW)
+    return found[: sum(len(text) for text in family_gpu.TEXTS)]
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_a_router_that_was_stored_in_16_bits_is_one_matrix() -> None:
+    weight = torch.randn(5, 40).bfloat16().float()
+    assert torch.equal(router_parts(weight, torch.bfloat16).float(), weight)
+
+
+def test_a_router_in_float32_is_a_sum_of_matrices() -> None:
+    weight = torch.randn(5, 40)
+    parts = router_parts(weight, torch.bfloat16)
+    assert parts.shape == (15, 40)
+    total = parts.double().view(3, 5, 40).sum(0)
+    torch.testing.assert_close(total, weight.double(), rtol=2.0**-23, atol=0)
+    assert torch.equal(router_parts(weight, torch.float32), weight)
+
+
+def test_rows_of_gate_and_up_alternate_by_eight() -> None:
+    gate_up = torch.arange(48)[:, None].expand(48, 3)
+    expected = [*range(8), *range(24, 32), *range(8, 16), *range(32, 40)]
+    assert alternating(gate_up)[:32, 0].tolist() == expected
+
+
+def placed(weights: list[Matrix], quantization: Quantization) -> tuple[Tensor, ...]:
+    """Values of `down` of experts with these weights [16, 32], and scales if they have any."""
+    memory = QuantizedInputs(16, 32, CPU)
+    placement = CudaPlacement(torch.bfloat16, CPU, False, quantization, memory)
+    gate_up = [torch.zeros(16, 16)] * 2
+    experts = [ExpertParts(gate_up, [weight], [], []) for weight in weights]
+    down = placement.experts(len(experts), iter(experts)).down
+    return (down.values.float(), down.scales) if isinstance(down, ScaledRows) else (down,)
+
+
+def test_experts_are_in_the_format_of_the_first_one() -> None:
+    plain, quantized = torch.randn(16, 32).bfloat16(), quantize(torch.randn(16, 32), FP8)
+    (first,) = placed([plain, quantized], "auto")
+    assert torch.equal(first, torch.stack([plain, quantized.dequantized().bfloat16()]))
+    values, scales = placed([quantized, plain], "auto")
+    again = quantize(plain, FP8)
+    assert torch.equal(values, torch.stack([quantized.values.float(), again.values.float()]))
+    assert torch.equal(scales, torch.cat([quantized.scales, again.scales]))
+
+
+def test_experts_are_quantised_or_dequantised_by_the_setting() -> None:
+    plain, quantized = torch.randn(16, 32).bfloat16(), quantize(torch.randn(16, 32), FP8)
+    values, scales = placed([plain, plain], "int8")
+    assert torch.equal(values[1] * scales[16:, None], quantize(plain, torch.int8).dequantized())
+    (whole,) = placed([quantized], "none")
+    assert torch.equal(whole[0], quantized.dequantized().bfloat16())
+
+
+# ---------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_quantised_experts_compute_what_those_on_cpus_do(
+    checkpoint: Checkpoint, kind: Quantization
+) -> None:
+    ours, exact = decoder(checkpoint, kind), decoder(checkpoint, "none")
+    experts = ours.weights.layers[0].mlp.experts  # type: ignore[union-attr]
+    assert isinstance(experts.gate_up, ScaledRows) and isinstance(experts.down, ScaledRows)
+    texts = family_gpu.TEXTS
+    whole = [[(index, 0, len(text)) for index, text in enumerate(texts)]]
+    expected = torch.cat(family.our_logits(checkpoint, texts, whole, quantization=kind))
+    errors = (logits(ours) - expected).norm(dim=1)
+    rounding = (logits(exact) - expected).norm(dim=1)
+    # A value half way between two may be rounded the other way, which the tokens after it see.
+    assert errors.median() < 0.02 * rounding.median(), errors
+    assert rounding.median() > 0
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def with_experts(spec: ModelSpec, **changes: object) -> ModelSpec:
+    mlp = spec.layers[0].mlp
+    assert isinstance(mlp, MoeSpec)
+    layer = dataclasses.replace(spec.layers[0], mlp=dataclasses.replace(mlp, **changes))
+    return dataclasses.replace(spec, layers=(layer,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({"num_experts": 513}, "more than 512 experts are not supported on GPUs"),
+        ({"top_k": 32}, "more than 31 experts per token are not supported on GPUs"),
+        ({"num_groups": 33}, "more than 32 groups of experts are not supported on GPUs"),
+    ],
+)
+def test_what_the_kernels_do_not_route_is_refused(
+    checkpoint: Checkpoint, changes: dict[str, int], obstacle: str
+) -> None:
+    spec = read_spec(checkpoint)
+    assert gpu_obstacle(spec, family_gpu.MAX_LEN) is None
+    assert gpu_obstacle(with_experts(spec, **changes), family_gpu.MAX_LEN) == obstacle
+
+
+def test_experts_that_the_kernels_do_not_multiply_are_refused(checkpoint: Checkpoint) -> None:
+    spec = read_spec(checkpoint)
+    mlp = spec.layers[0].mlp
+    assert isinstance(mlp, MoeSpec)
+    for changes, what in (
+        ({"width": 24}, "a width of 24 of experts (allowed: multiples of 16) is"),
+        ({"activation": "gelu_tanh"}, "gelu_tanh in experts is"),
+    ):
+        expert = dataclasses.replace(mlp.expert, **changes)  # type: ignore[arg-type]
+        found = gpu_obstacle(with_experts(spec, expert=expert), family_gpu.MAX_LEN)
+        assert found == f"{what} not supported on GPUs"
+    shared = dataclasses.replace(mlp.expert, activation="gelu_tanh")
+    found = gpu_obstacle(with_experts(spec, shared=shared), family_gpu.MAX_LEN)
+    assert found == "a shared expert with another gate than silu is not supported on GPUs"
+
+
+def test_other_gpus_refuse_experts(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: False)
+    with pytest.raises(
+        ConfigError, match="a mixture of experts is supported on Hopper GPUs only; use device: cpu"
+    ):
+        decoder(checkpoint, "none")
+
+
+def test_gpt_oss_is_refused_for_its_sinks_alone(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        **family.SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+        sliding_window=family.WINDOW,
+    )
+    spec = read_spec(family.write_folder(family.make(config), tmp_path))
+    assert gpu_obstacle(spec, family_gpu.MAX_LEN) == (
+        "attention with sinks is not supported on GPUs"
+    )
+
+
+@pytest.mark.parametrize(("capability", "device"), [((9, 0), "cuda"), ((8, 0), "cpu")])
+def test_auto_is_the_cpu_where_experts_have_no_kernels(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    device: str,
+) -> None:
+    shape = family.SHAPE | EXPERTS | {"head_dim": 64}
+    checkpoint = family.write_folder(family.make(Qwen3MoeConfig(**shape)), tmp_path)
+    monkeypatch.setattr(gpu_support, "GPU_HEAD_DIMS", (64,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    placed, where = resolve_device(EngineConfig(model=".", device="auto"), checkpoint)
+    assert placed.device == device
+    assert ("Hopper GPUs only" in where) == (device == "cpu")
