@@ -94,7 +94,21 @@ class CudaPlacement:
             if expert.gate_up_biases:
                 gate_up_bias.append(alternating(self._joined(expert.gate_up_biases)))
                 down_bias.append(self._joined(expert.down_biases))
-        return CudaExperts(gate_up.whole, down.whole, gate_up_bias.vectors, down_bias.vectors)
+        first, last = gate_up.whole, down.whole
+        if _format(first) != _format(last):  # the kernels take one for both
+            first, last = (self._in_16_bits(weight) for weight in (first, last))
+        return CudaExperts(first, last, gate_up_bias.vectors, down_bias.vectors)
+
+    def _in_16_bits(self, weight: Operand) -> Tensor:
+        """[E, n, k], expert by expert."""
+        if not isinstance(weight, ScaledRows):
+            return weight
+        whole = torch.empty(weight.values.shape, dtype=self._dtype, device=self._device)
+        scales = weight.scales.view(whole.shape[:2])
+        for expert, target in enumerate(whole):
+            matrix = QuantizedMatrix(weight.values[expert], scales[expert])
+            target.copy_(matrix.dequantized())
+        return whole
 
     def _expert_matrix(
         self, weights: Sequence[Matrix], stack: _Stack, *, alternates: bool
@@ -172,6 +186,11 @@ class _Stack:
         # Copies bytes: not every type of 8 bits has a copy of its own everywhere.
         _bytes(values_of(self._whole)[index]).copy_(_bytes(values))
         self._length += 1
+
+
+def _format(weight: Operand) -> torch.dtype | None:
+    """Type of 8-bit values; None if it is not quantised."""
+    return weight.values.dtype if isinstance(weight, ScaledRows) else None
 
 
 def _bytes(values: Tensor) -> Tensor:

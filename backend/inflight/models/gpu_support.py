@@ -16,6 +16,11 @@ def gpu_obstacle(spec: ModelSpec, max_len: int | None = None, is_hopper: bool = 
     """
     if not is_hopper and any(map(has_experts, spec.layers)):
         return "a mixture of experts is supported on Hopper GPUs only"
+    if spec.hidden_size % _EXPERT_WIDTHS and any(map(has_experts, spec.layers)):
+        return (
+            f"experts of a hidden size of {spec.hidden_size} (allowed: multiples of "
+            f"{_EXPERT_WIDTHS}) are not supported on GPUs"
+        )
     limit = spec.max_position_embeddings if max_len is None else max_len
     obstacles = [
         obstacle for layer in dict.fromkeys(spec.layers) for obstacle in _obstacles(layer, limit)

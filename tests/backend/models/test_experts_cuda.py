@@ -23,7 +23,7 @@ from inflight.models.decoder_cuda import Decoder
 from inflight.models.experts_cuda import alternating, router_parts
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.loader import ExpertParts
-from inflight.models.quantization.matrix import Matrix, quantize
+from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, quantize
 from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, MoeSpec
@@ -88,7 +88,10 @@ def placed(weights: list[Matrix], quantization: Quantization) -> tuple[Tensor, .
     """Values of `down` of experts with these weights [16, 32], and scales if they have any."""
     memory = QuantizedInputs(16, 32, CPU)
     placement = CudaPlacement(torch.bfloat16, CPU, False, quantization, memory)
-    gate_up = [torch.zeros(16, 16)] * 2
+    zeros: Matrix = torch.zeros(16, 16)
+    if isinstance(weights[0], QuantizedMatrix):  # as both layers have one format
+        zeros = quantize(zeros, FP8)
+    gate_up = [zeros] * 2
     experts = [ExpertParts(gate_up, [weight], [], []) for weight in weights]
     down = placement.experts(len(experts), iter(experts)).down
     return (down.values.float(), down.scales) if isinstance(down, ScaledRows) else (down,)
@@ -110,6 +113,17 @@ def test_experts_are_quantised_or_dequantised_by_the_setting() -> None:
     assert torch.equal(values[1] * scales[16:, None], quantize(plain, torch.int8).dequantized())
     (whole,) = placed([quantized], "none")
     assert torch.equal(whole[0], quantized.dequantized().bfloat16())
+
+
+def test_both_layers_of_experts_are_in_one_format() -> None:
+    memory = QuantizedInputs(16, 32, CPU)
+    placement = CudaPlacement(torch.bfloat16, CPU, False, "auto", memory)
+    gate, down = quantize(torch.randn(16, 16), FP8), torch.randn(16, 16).bfloat16()
+    experts = placement.experts(1, iter([ExpertParts([gate, gate], [down], [], [])]))
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
+    exact = gate.dequantized().bfloat16()
+    assert torch.equal(experts.gate_up[0], alternating(torch.cat([exact, exact])))
+    assert torch.equal(experts.down[0], down)
 
 
 # ---------------------------------------------------------------- layers
@@ -172,6 +186,13 @@ def test_experts_that_the_kernels_do_not_multiply_are_refused(checkpoint: Checkp
     shared = dataclasses.replace(mlp.expert, activation="gelu_tanh")
     found = gpu_obstacle(with_experts(spec, shared=shared), family_gpu.MAX_LEN)
     assert found == "a shared expert with another gate than silu is not supported on GPUs"
+
+
+def test_a_hidden_size_that_products_do_not_take_is_refused(checkpoint: Checkpoint) -> None:
+    spec = dataclasses.replace(read_spec(checkpoint), hidden_size=72)
+    assert gpu_obstacle(spec, family_gpu.MAX_LEN) == (
+        "experts of a hidden size of 72 (allowed: multiples of 16) are not supported on GPUs"
+    )
 
 
 def test_other_gpus_refuse_experts(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
