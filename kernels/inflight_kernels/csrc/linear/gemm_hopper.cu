@@ -280,29 +280,8 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             float(*found)[ROWS / 2];  // either of them
             // The product of a range of columns -> acc.
             const auto multiply = [&](int first_step, int last_step) {
-                int before = 0;
-                for (int step = first_step; step < last_step; step++) {
-                    barrier_wait(full + slot, parity);
-                    const int offset = slot * (STAGE * static_cast<int>(sizeof(In)) / 16);
-                    wgmma_fence();
-#pragma unroll
-                    for (int d = 0; d < 4; d++)
-                        wgmma<In, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
-                                        step != first_step || d != 0);
-                    wgmma_commit();
-                    if (step != first_step) {
-                        wgmma_wait<1>();
-                        release(before);
-                    }
-                    before = slot;
-                    if (++slot == STAGES) {
-                        slot = 0;
-                        parity ^= 1;
-                    }
-                }
-                wgmma_wait<0>();
-                fence_operand(acc);
-                release(before);
+                multiply_steps<In, ROWS, STAGE, STAGES>(acc, tokens, rows, full, slot, parity,
+                                                        first_step, last_step, release);
             };
             if constexpr (SCALED) {
 #pragma unroll

@@ -213,3 +213,39 @@ PRODUCT_MULTIPLY(224, 112, 112, 113, 114)
 PRODUCT_MULTIPLY(256, 128, 128, 129, 130)
 #undef PRODUCT_MULTIPLY
 #undef PRODUCT_MULTIPLY_AS
+
+// ---------------------------------------------------------------- steps of a pipeline
+
+// Products of consecutive stages of a ring, as they are filled -> the first N / 2 of the sums. `a` and
+// `b` are the operands in the ring's first stage. A stage is released while the next one is being
+// multiplied, so that there is no bubble.
+template <typename In, int N, int STAGE, int STAGES, int SUMS, class Release>
+__device__ __forceinline__ void multiply_steps(Sum<In> (&acc)[SUMS], unsigned long long a,
+                                               unsigned long long b, Barrier* full, int& slot,
+                                               int& parity, int first_step, int last_step,
+                                               const Release& release) {
+    Sum<In>(&own)[N / 2] = *reinterpret_cast<Sum<In>(*)[N / 2]>(&acc);
+    int before = 0;
+    for (int step = first_step; step < last_step; step++) {
+        barrier_wait(full + slot, parity);
+        const int offset = slot * (STAGE * static_cast<int>(sizeof(In)) / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < 4; d++)
+            wgmma<In, N>(own, a + offset + 2 * d, b + offset + 2 * d,
+                         step != first_step || d != 0);
+        wgmma_commit();
+        if (step != first_step) {
+            wgmma_wait<1>();
+            release(before);
+        }
+        before = slot;
+        if (++slot == STAGES) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+    wgmma_wait<0>();
+    fence_operand(own);
+    release(before);
+}

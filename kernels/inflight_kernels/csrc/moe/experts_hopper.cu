@@ -58,39 +58,6 @@ __device__ inline void sync_group(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
 
-// The product of a range of columns with the first PART rows of x -> acc. A stage is released while
-// the next one is being multiplied.
-template <typename In, int PART, int STAGE, int STAGES, int SUMS, class Release>
-__device__ __forceinline__ void multiply_rows(Sum<In> (&acc)[SUMS], unsigned long long rows,
-                                              unsigned long long tokens, Barrier* full, int& slot,
-                                              int& parity, int first_step, int last_step,
-                                              const Release& release) {
-    Sum<In>(&own)[PART / 2] = *reinterpret_cast<Sum<In>(*)[PART / 2]>(&acc);
-    int before = 0;
-    for (int step = first_step; step < last_step; step++) {
-        barrier_wait(full + slot, parity);
-        const int offset = slot * (STAGE * static_cast<int>(sizeof(In)) / 16);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < 4; d++)
-            wgmma<In, PART>(own, rows + offset + 2 * d, tokens + offset + 2 * d,
-                            step != first_step || d != 0);
-        wgmma_commit();
-        if (step != first_step) {
-            wgmma_wait<1>();
-            release(before);
-        }
-        before = slot;
-        if (++slot == STAGES) {
-            slot = 0;
-            parity ^= 1;
-        }
-    }
-    wgmma_wait<0>();
-    fence_operand(own);
-    release(before);
-}
-
 struct Operands {
     const float* row_scales;    // of x's rows, or null
     const float* weight_scales; // [num_experts * n], or null
@@ -250,16 +217,16 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             constexpr int ONE = CHUNK<TOKENS>, TWO = TOKENS > 64 ? 128 : TOKENS,
                           THREE = TOKENS > 128 ? 192 : TOKENS;
             if (ONE < TWO && tile.count <= ONE)
-                multiply_rows<In, ONE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                multiply_steps<In, ONE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
                                                       first_step, last_step, release);
             else if (TWO < THREE && tile.count <= TWO)
-                multiply_rows<In, TWO, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                multiply_steps<In, TWO, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
                                                       first_step, last_step, release);
             else if (THREE < TOKENS && tile.count <= THREE)
-                multiply_rows<In, THREE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                multiply_steps<In, THREE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
                                                         first_step, last_step, release);
             else
-                multiply_rows<In, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                multiply_steps<In, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
                                                          first_step, last_step, release);
         };
         if constexpr (SCALED) {
