@@ -26,7 +26,6 @@ from inflight.models.experts_cuda import (
     CudaExperts,
     CudaMoe,
     MoeMemory,
-    SharedExpert,
 )
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.layers.attention import (
@@ -35,7 +34,7 @@ from inflight.models.layers.attention import (
     RotaryTables,
     max_dequantized_keys,
 )
-from inflight.models.layers.linear import CudaWeight, whole_tiles
+from inflight.models.layers.linear import CudaSublayer, CudaWeight, whole_tiles
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
 from inflight.models.loader import (
@@ -292,28 +291,14 @@ class Decoder:
             if not (isinstance(layer.mlp, MoeSpec) and isinstance(own.mlp, MoeWeights)):
                 found.append(None)
                 continue
-            weights, dtype, rows = own.mlp, own.mlp.experts.values_dtype, self._buffers.num_rows
+            dtype, rows = own.mlp.experts.values_dtype, self._buffers.num_rows
             memory = memories.get((layer.mlp, dtype))
             if memory is None:
                 memory = MoeMemory(
                     layer.mlp, spec.hidden_size, rows, settings.dtype, dtype, settings.device
                 )
                 memories[layer.mlp, dtype] = memory
-            shared = weights.shared
-            found.append(
-                CudaMoe(
-                    layer.mlp,
-                    weights.router,
-                    weights.router_bias,
-                    weights.select_bias,
-                    weights.experts,
-                    None
-                    if shared is None
-                    else SharedExpert(shared.gate_up, shared.down, weights.shared_gate),
-                    memory,
-                    settings.batch_invariant,
-                )
-            )
+            found.append(CudaMoe(layer.mlp, own.mlp, memory, settings.batch_invariant))
         return found
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:
@@ -408,7 +393,7 @@ class Decoder:
         self,
         residual: ResidualStream,
         norm: NormWeights | None,
-        linear: CudaWeight,
+        linear: CudaSublayer,
         num_tokens: int,
     ) -> Input:
         """The norm of the stream as input of a linear layer: computed or quantised on the way if

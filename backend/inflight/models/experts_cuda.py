@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inflight.models.layers.linear import CudaWeight
+from inflight.models.loader import MoeWeights
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
 from inflight_kernels.ops.linear.operands import Input, Operand
@@ -124,30 +125,13 @@ class MoeMemory:
         return self._logits[: self._num_rows * columns].view(self._num_rows, columns)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedExpert:
-    """The expert of all tokens.
-
-    Attributes:
-        gate_up, down: its layers.
-        gate: [1, d] float32, of its output; None without one.
-    """
-
-    gate_up: CudaWeight
-    down: CudaWeight
-    gate: Tensor | None
-
-
 class CudaMoe:
-    """A mixture of experts as the linear layer that ends a sublayer: from the norm of the residual
+    """A mixture of experts, which satisfies `CudaSublayer`: from the norm of the residual
     stream to what is added to it.
 
     Args:
         moe_spec: of the layer.
-        router: [E, d] float32.
-        router_bias, select_bias: [E] float32; None without them.
-        experts: of the layer.
-        shared: the expert of all tokens, if there is one.
+        weights: of the layer.
         memory: for the layer's experts and tokens.
         batch_invariant: see `CudaLinear`.
 
@@ -158,15 +142,11 @@ class CudaMoe:
     def __init__(
         self,
         moe_spec: MoeSpec,
-        router: Tensor,
-        router_bias: Tensor | None,
-        select_bias: Tensor | None,
-        experts: CudaExperts,
-        shared: SharedExpert | None,
+        weights: MoeWeights[CudaWeight, CudaExperts],
         memory: MoeMemory,
         batch_invariant: bool,
     ) -> None:
-        gate = None if shared is None else shared.gate
+        router, gate = weights.router, weights.shared_gate
         scored = router if gate is None else torch.cat([router, gate])
         parts = router_parts(scored, memory.outer.dtype)
         self._scores = CudaLinear(parts, None, batch_invariant)
@@ -181,13 +161,13 @@ class CudaMoe:
             ),
             moe_spec.num_experts,
             len(parts) // len(scored),
-            router_bias,
-            select_bias,
+            weights.router_bias,
+            weights.select_bias,
             gate is not None,
         )
         self._gate = GATES[moe_spec.expert.activation]
-        self._experts = experts
-        self._shared = shared
+        self._experts = weights.experts
+        self._shared = weights.shared
         self._memory = memory
         self.routed = memory.routed
 
@@ -202,9 +182,6 @@ class CudaMoe:
 
     def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
         self._run(x, total[:num_tokens], adds=True)
-
-    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        raise NotImplementedError("a mixture of experts has gates of its own")
 
     def _run(self, x: Input, total: Tensor, *, adds: bool) -> None:
         assert isinstance(x, Tensor), "experts quantise their input themselves, for the router"

@@ -71,7 +71,7 @@ def test_experts_and_weights_are_those_of_the_definition(
     wanted, weights = definition.route(logits.double(), routing, bias)
     found = routed.experts.view(tokens, top_k).long()
     same = (found == wanted).all(1)
-    # Scores that float64 tells apart can be equal in float32.
+    # Scores that differ in float64 may be rounded to the same float32.
     assert same.float().mean() > 0.99
     torch.testing.assert_close(
         routed.weights[:, :top_k][same], weights[same].float(), rtol=2e-5, atol=1e-7

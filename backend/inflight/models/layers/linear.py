@@ -20,11 +20,6 @@ INVARIANT_ROWS = 128
 """Rows of a batch-invariant tile. Buffers have a multiple of it."""
 
 
-def whole_tiles(num_rows: int) -> int:
-    """Rows of a buffer for so many tokens: a multiple of INVARIANT_ROWS."""
-    return -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS
-
-
 class CpuWeight(Protocol):
     """A weight on the CPU."""
 
@@ -32,8 +27,9 @@ class CpuWeight(Protocol):
         """x [T, k] @ weight.T + bias -> [T, n]."""
 
 
-class CudaWeight(Protocol):
-    """A weight on a GPU, with the three forms of a linear layer in a transformer."""
+class CudaSublayer(Protocol):
+    """What ends a sublayer on a GPU: from the norm of the residual stream, or what follows it, to
+    what is added to the stream."""
 
     def input_rows(self, num_tokens: int) -> ScaledRows | None:
         """Memory for x, quantised as this weight multiplies it; None if it takes x as it is.
@@ -45,10 +41,19 @@ class CudaWeight(Protocol):
         """Whether it computes the norm of so many rows on the way, and so takes x as NormedRows."""
 
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
-        """out = x @ weight.T + bias, out in float32 or in x's dtype."""
+        """out = layer(x), of a linear one x @ weight.T + bias; out in float32 or in x's dtype."""
 
     def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
-        """total += x @ weight.T + bias"""
+        """total += layer(x)"""
+
+
+class CudaWeight(CudaSublayer, Protocol):
+    """A weight on a GPU, with the three forms of a linear layer in a transformer."""
 
     def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         """out = silu(gate) * up, where gate | up = x @ weight.T + bias; gate_up is scratch."""
+
+
+def whole_tiles(num_rows: int) -> int:
+    """Rows of a buffer for so many tokens: a multiple of INVARIANT_ROWS."""
+    return -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight.models.layers.linear import CudaWeight
+from inflight.models.layers.linear import CudaSublayer
 from inflight.models.layers.norm import NormWeights
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops.embedding import embedding
@@ -56,7 +56,7 @@ class ResidualStream(Protocol):
     def add(
         self,
         x: Operand,
-        linear: CudaWeight,
+        linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,
         scale: float = 1.0,
@@ -71,7 +71,7 @@ class ResidualStream(Protocol):
             scale: of what is added.
         """
 
-    def add_parallel(self, x: Operand, linear: CudaWeight, num_tokens: int) -> None:
+    def add_parallel(self, x: Operand, linear: CudaSublayer, num_tokens: int) -> None:
         """Add linear(x) to what the preceding `add` adds, before its scale."""
 
 
@@ -126,14 +126,14 @@ class Residual:
     def add(
         self,
         x: Operand,
-        linear: CudaWeight,
+        linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,
         scale: float = 1.0,
     ) -> None:
         linear.add(x, self.hidden, num_tokens)
 
-    def add_parallel(self, x: Operand, linear: CudaWeight, num_tokens: int) -> None:
+    def add_parallel(self, x: Operand, linear: CudaSublayer, num_tokens: int) -> None:
         linear.add(x, self.hidden, num_tokens)
 
 
@@ -170,14 +170,14 @@ class WideResidual(Residual):
     def add(
         self,
         x: Operand,
-        linear: CudaWeight,
+        linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,
         scale: float = 1.0,
     ) -> None:
         linear.product(x, self._addend, num_tokens)
 
-    def add_parallel(self, x: Operand, linear: CudaWeight, num_tokens: int) -> None:
+    def add_parallel(self, x: Operand, linear: CudaSublayer, num_tokens: int) -> None:
         linear.add(x, self._addend, num_tokens)
 
 
@@ -221,7 +221,7 @@ class NormedResidual(WideResidual):
     def add(
         self,
         x: Operand,
-        linear: CudaWeight,
+        linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,
         scale: float = 1.0,
