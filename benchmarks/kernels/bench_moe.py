@@ -4,7 +4,9 @@
         [--models NAME ...] [--zipf]
 
 `layer` is a layer's chain of routing, gathering, both products and the sum, with the router's
-logits given. Logits are random, so experts are spread evenly, or follow Zipf's law with --zipf.
+logits given. `few_us` is the same by the kernels for few tokens, where they fit, of which
+`few_up_us` is the first; `scored_us` and `scored_up_us` have the norm and the logits as well.
+Logits are random, so experts are spread evenly, or follow Zipf's law with --zipf.
 `floor_us` is the time to read the weights of the chosen experts once at the bandwidth of a large
 copy, or to multiply at the rate of a large GEMM, whichever is longer. `grouped_mm_us` is
 torch._grouped_mm of the same rows, without gate. Launches cycle through several sets of operands.
@@ -23,9 +25,9 @@ import timing
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.linear.operands import Operand
+from inflight_kernels.ops.linear.operands import Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
-from inflight_kernels.ops.moe import products, routing, rows
+from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 from inflight_kernels.torch_ops.moe import Routing
 
 TOKENS = (1, 8, 64, 256, 1024, 8192)
@@ -81,6 +83,15 @@ class Layer:
         self.total = torch.zeros(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         self.gate_up = _weight(experts, 2 * width, hidden, dtype)
         self.down = _weight(experts, hidden, width, dtype)
+        sizes = few_sizes.Sizes(hidden, width, experts, top_k, 1, dtype.itemsize)
+        self.num_few_parts = 0
+        if sizes.fits(tokens):
+            self.num_few_parts = 4 if sizes.scores(tokens, experts) else 2
+        self.residual = torch.randn(2, tokens, hidden, device="cuda")
+        self.norm = torch.ones(hidden, device="cuda")
+        self.choice = few.new_choice("cuda")
+        self.router_weight = torch.randn(experts, hidden, device="cuda").bfloat16()
+        self.normed = _rows(tokens, hidden, dtype)
         self.layer()
 
     def route(self) -> None:
@@ -120,12 +131,44 @@ class Layer:
             x, weight, None, self.routed, num_tokens=self.tokens, out=out, gate=gate, pdl=True
         )
 
+    def few_up(self) -> None:
+        few.gate_up(
+            self.normed,
+            self.logits,
+            self.router,
+            few.GateUp(self.gate_up, None, self.gate),
+            choice=self.choice,
+            out=self.inner,
+            pdl=True,
+        )
+
+    def few(self) -> None:
+        self.few_up()
+        few.down(self.inner, self.choice, self.router, self.down, None, total=self.total, pdl=True)
+
+    def scored_up(self) -> None:
+        few.scored_gate_up(
+            SummedRows(self.x, *self.residual, self.norm, 1e-6),
+            self.router_weight,
+            self.router,
+            few.GateUp(self.gate_up, None, self.gate),
+            choice=self.choice,
+            normed=self.total,
+            out=self.inner,
+            pdl=True,
+        )
+
+    def scored(self) -> None:
+        self.scored_up()
+        few.down(self.inner, self.choice, self.router, self.down, None, total=self.total, pdl=True)
+
     def distinct(self) -> int:
         """Experts that are chosen."""
         return len(self.routed.experts[: self.tokens * self.router.routing.top_k].unique())
 
 
 PARTS = ("route", "plan", "up", "finish", "sum")
+FEW_PARTS = ("few", "few_up", "scored", "scored_up")
 
 
 def _measure(tokens: tuple[int, ...], models: list[str], zipf: bool) -> Iterator[dict[str, Any]]:
@@ -160,7 +203,7 @@ def _measure(tokens: tuple[int, ...], models: list[str], zipf: bool) -> Iterator
                     **timed("layer").row(read, flops),
                     "floor_us": round(floor, 1),
                 }
-                for part in PARTS:
+                for part in PARTS + FEW_PARTS[: one.num_few_parts]:
                     row[f"{part}_us"] = round(timed(part).median, 1)
                 if dtype == torch.bfloat16 and m > 1:
                     row["grouped_mm_us"] = _grouped_mm(one)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from inflight.models import experts_cuda
-from inflight_kernels.ops.linear.operands import Operand, values_of
+from inflight_kernels.ops.linear.operands import NormedRows, Operand, SummedRows, values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
-from inflight_kernels.ops.moe import products, routing, rows
+from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 from inflight_kernels.ops.moe.routing import Routed, Router
 from inflight_kernels.torch_ops import moe as definition
 from inflight_kernels.torch_ops import quantization, transformer
@@ -25,6 +25,9 @@ def install(monkeypatch: pytest.MonkeyPatch, linear: type) -> None:
     monkeypatch.setattr(products, "product", product)
     for op in (gather, sum_of_experts):
         monkeypatch.setattr(rows, op.__name__, op)
+    for few_op in (score, gate_up, scored_gate_up, down):
+        monkeypatch.setattr(few, few_op.__name__, few_op)
+    monkeypatch.setattr(few_sizes, "num_multiprocessors", lambda: 132)
     monkeypatch.setattr(experts_cuda, "quantize_rows", quantize_rows)
     monkeypatch.setattr(experts_cuda, "CudaLinear", linear)
 
@@ -34,16 +37,22 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
     assert tile == products.tile_of(
         len(logits), router.num_experts, router.routing.top_k, torch.bfloat16
     ) or tile == products.tile_of(len(logits), router.num_experts, router.routing.top_k, torch.int8)
+    chosen, weights = _choose(logits, router)
+    routed.experts[: chosen.numel()] = chosen.flatten().int()
+    order = chosen.flatten().sort(stable=True).indices
+    routed.positions[order] = torch.arange(len(order), dtype=torch.int32)
+    routed.weights[: len(logits)] = weights
+
+
+def _choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Experts [T, k] and their weights [T, k + 1], the last one of the shared expert."""
     total = logits.view(len(logits), router.parts, -1).sum(1)
     scores = total[:, : router.num_experts]
     if router.bias is not None:
         scores = scores + router.bias
     chosen, weights = definition.route(scores, router.routing, router.select_bias)
-    routed.experts[: chosen.numel()] = chosen.flatten().int()
-    order = chosen.flatten().sort(stable=True).indices
-    routed.positions[order] = torch.arange(len(order), dtype=torch.int32)
-    routed.weights[: len(logits), :-1] = weights
-    routed.weights[: len(logits), -1] = total[:, -1].sigmoid() if router.shared_gate else 1.0
+    shared = total[:, -1:].sigmoid() if router.shared_gate else torch.ones(len(logits), 1)
+    return chosen, torch.cat([weights, shared], 1)
 
 
 def gather(x: Tensor, routed: Routed, *, num_tokens: int, out: Operand, pdl: bool = False) -> None:
@@ -68,7 +77,7 @@ def product(
     gate: int = products.PLAIN,
     pdl: bool = False,
 ) -> None:
-    num_experts, n, _ = values_of(weight).shape
+    num_experts = len(values_of(weight))
     num_rows = num_tokens * routed.top_k
     taken, matrices = _exact(x)[:num_rows], _exact(weight)
     if num_tokens == 1 and len(taken) == 1:
@@ -78,12 +87,15 @@ def product(
         of_expert = (chosen == expert).nonzero()[:, 0]
         added = None if bias is None else bias[expert]
         sums = transformer.linear(taken[of_expert], matrices[expert], added)
-        if gate != products.PLAIN:
-            halves = sums.view(len(sums), n // (2 * products.GATE_ROWS), 2, products.GATE_ROWS)
-            sums = halves.transpose(1, 2).reshape(len(sums), n)
-            kind = transformer.silu_mul if gate == products.SILU else transformer.clamped_swiglu
-            sums = kind(sums)
-        out[of_expert] = sums
+        out[of_expert] = sums if gate == products.PLAIN else _gated(sums, gate)
+
+
+def _gated(sums: Tensor, gate: int) -> Tensor:
+    """The gate of columns of gate and up by turns."""
+    count = sums.shape[1] // (2 * products.GATE_ROWS)
+    halves = sums.view(len(sums), count, 2, products.GATE_ROWS)
+    kind = transformer.silu_mul if gate == products.SILU else transformer.clamped_swiglu
+    return kind(halves.transpose(1, 2).reshape(sums.shape))
 
 
 def _exact(matrix: Operand) -> Tensor:
@@ -116,3 +128,96 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
     values, scales = quantization.quantize_rows(x, out.values.dtype)
     out.values.view(torch.uint8).copy_(values.view(torch.uint8))
     out.scales.copy_(scales)
+
+
+def score(
+    x: NormedRows | SummedRows,
+    router: Tensor,
+    *,
+    logits: Tensor,
+    out: Tensor,
+    quantized: ScaledRows | None = None,
+    pdl: bool = False,
+) -> None:
+    num_tokens = len(x.rows)
+    if isinstance(x, SummedRows):
+        normed, total = transformer.rms_norm(x.rows, x.weight, x.eps, x.residual)
+        x.total.copy_(total)
+    else:
+        normed, _ = transformer.rms_norm(x.rows, x.weight, x.eps)
+    out[:num_tokens] = normed
+    logits.copy_(out[:num_tokens].float() @ router.float().t())
+    if quantized is not None:
+        quantize_rows(out[:num_tokens], out=quantized.first(num_tokens))
+
+
+def gate_up(
+    x: Operand,
+    logits: Tensor,
+    router: Router,
+    layer: few.GateUp,
+    *,
+    choice: Tensor,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
+    chosen, weights = _choose(logits, router)
+    taken, matrices, top_k = _exact(x), _exact(layer.weight), chosen.shape[1]
+    for pair, expert in enumerate(chosen.flatten().tolist()):
+        added = None if layer.bias is None else layer.bias[expert]
+        row = taken[pair // top_k][None]
+        out[pair] = _gated(transformer.linear(row, matrices[expert], added), layer.gate)[0]
+    # Experts, then the bits of their weights.
+    choice[: chosen.numel()] = chosen.flatten()
+    bits = weights.float().contiguous().view(torch.int32).flatten()
+    choice[chosen.numel() :][: len(bits)] = bits
+
+
+def scored_gate_up(
+    x: NormedRows | SummedRows,
+    weight: Tensor,
+    router: Router,
+    layer: few.GateUp,
+    *,
+    choice: Tensor,
+    normed: Tensor,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
+    logits = torch.empty(len(x.rows), len(weight))
+    score(x, weight, logits=logits, out=normed)
+    rows_of: Operand = normed[: len(x.rows)]
+    if isinstance(layer.weight, ScaledRows):
+        values = quantization.quantize_rows(rows_of, layer.weight.values.dtype)
+        rows_of = ScaledRows(*values)
+    gate_up(rows_of, logits, router, layer, choice=choice, out=out)
+
+
+def down(
+    inner: Tensor,
+    choice: Tensor,
+    router: Router,
+    weight: Operand,
+    bias: Tensor | None,
+    shared: Tensor | None = None,
+    *,
+    total: Tensor,
+    adds: bool = False,
+    pdl: bool = False,
+) -> None:
+    num_tokens, top_k = len(total), router.routing.top_k
+    num_pairs = num_tokens * top_k
+    chosen = choice[:num_pairs].tolist()
+    weights = choice[num_pairs:][: num_pairs + num_tokens].view(torch.float32).view(-1, top_k + 1)
+    rows_of, matrices = inner[:num_pairs], _exact(weight)
+    if isinstance(weight, ScaledRows):
+        values = quantization.quantize_rows(rows_of, weight.values.dtype)
+        rows_of = quantization.dequantize_rows(*values)
+    found = total.float() if adds else torch.zeros(total.shape)
+    for pair, expert in enumerate(chosen):
+        added = None if bias is None else bias[expert]
+        output = transformer.linear(rows_of[pair][None], matrices[expert], added)[0]
+        found[pair // top_k] += weights[pair // top_k, pair % top_k] * output
+    if shared is not None:
+        found += weights[:, top_k:] * shared
+    total.copy_(found)

@@ -430,10 +430,13 @@ class Decoder:
         scale = layer.residual_scale
         residual.add(attended, own.out, num_tokens, own.attention_post_norm, scale)
         if mixture is not None:
-            x = self._norm(residual, own.mlp_norm, mixture, num_tokens)
-            assert isinstance(x, Tensor), (
-                "a mixture takes norms that are neither fused nor quantised"
+            summed = (
+                residual.summed(own.mlp_norm, num_tokens) if mixture.norms(num_tokens) else None
             )
+            if summed is None:
+                x = self._norm(residual, own.mlp_norm, mixture, num_tokens)
+            else:
+                x = summed
             residual.add(x, mixture, num_tokens, own.mlp_post_norm, scale)
             return
         mlp, weights = layer.dense_mlp, own.dense_mlp

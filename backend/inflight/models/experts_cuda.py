@@ -15,9 +15,9 @@ from inflight.models.layers.linear import CudaWeight
 from inflight.models.loader import MoeWeights
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
-from inflight_kernels.ops.linear.operands import Input, Operand
+from inflight_kernels.ops.linear.operands import Input, NormedRows, Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
-from inflight_kernels.ops.moe import products, routing, rows
+from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 from inflight_kernels.torch_ops.moe import Routing
 
 GATES: dict[Activation, int] = {"silu": products.SILU, "clamped_swiglu": products.CLAMPED}
@@ -114,6 +114,12 @@ class MoeMemory:
         if weights.itemsize == 1:
             self.gathered = ScaledRows.empty(num_rows * top_k, hidden_size, device, weights)
             self.inner_quantized = ScaledRows.empty(num_rows * top_k, width, device, weights)
+        # Of few tokens: the norm that experts take.
+        self.normed = buffer(few_sizes.MAX_TOKENS, hidden_size)
+        self.choice = few.new_choice(device)
+        self.few_rows: ScaledRows | None = None
+        if weights.itemsize == 1:
+            self.few_rows = ScaledRows.empty(few_sizes.MAX_TOKENS, hidden_size, device, weights)
         shared = moe_spec.shared
         self.shared_gate_up = buffer(num_rows if shared else 0, 2 * shared.width if shared else 0)
         self.shared_gated = buffer(num_rows if shared else 0, shared.width if shared else 0)
@@ -167,15 +173,27 @@ class CudaMoe:
         )
         self._gate = GATES[moe_spec.expert.activation]
         self._experts = weights.experts
+        self._gate_up = few.GateUp(
+            weights.experts.gate_up, weights.experts.gate_up_bias, self._gate
+        )
         self._shared = weights.shared
         self._memory = memory
+        self._batch_invariant = batch_invariant
+        self._sizes = few_sizes.Sizes(
+            memory.outer.shape[1],
+            moe_spec.expert.width,
+            moe_spec.num_experts,
+            moe_spec.top_k,
+            moe_spec.num_groups,
+            weights.experts.values_dtype.itemsize,
+        )
         self.routed = memory.routed
 
     def input_rows(self, num_tokens: int) -> None:
         return None
 
     def norms(self, num_tokens: int) -> bool:
-        return False
+        return not self._batch_invariant and self._sizes.fits(num_tokens)
 
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         self._run(x, out[:num_tokens], adds=False)
@@ -184,47 +202,95 @@ class CudaMoe:
         self._run(x, total[:num_tokens], adds=True)
 
     def _run(self, x: Input, total: Tensor, *, adds: bool) -> None:
+        if isinstance(x, NormedRows | SummedRows):
+            self._run_few(x, total, adds)
+            return
         assert isinstance(x, Tensor), "experts quantise their input themselves, for the router"
-        memory, experts, num_tokens = self._memory, self._experts, len(total)
+        memory, num_tokens = self._memory, len(total)
         logits = memory.logits(self._router.columns)
         self._scores.product(x, logits, num_tokens)
-        shared = self._run_shared(x, num_tokens)
-        tile = products.tile_of(
-            num_tokens, self._router.num_experts, memory.routed.top_k, experts.values_dtype
-        )
-        routing.route(logits[:num_tokens], self._router, memory.routed, tile=tile, pdl=True)
+        if not self.norms(num_tokens):
+            shared = self._run_shared(x, num_tokens)
+            self._multiply(x, logits[:num_tokens], shared, total, adds)
+            return
         taken: Operand = x[:num_tokens]
-        if num_tokens > 1 or isinstance(memory.gathered, ScaledRows):
-            rows.gather(x, memory.routed, num_tokens=num_tokens, out=memory.gathered, pdl=True)
-            taken = memory.gathered
-        self._multiply(
-            taken, experts.gate_up, experts.gate_up_bias, memory.inner, num_tokens, self._gate
-        )
-        inner: Operand = memory.inner
-        if memory.inner_quantized is not None:
-            num_rows = num_tokens * memory.routed.top_k
-            quantize_rows(
-                memory.inner[:num_rows], out=memory.inner_quantized.first(num_rows), pdl=True
+        if memory.few_rows is not None:
+            taken = memory.few_rows.first(num_tokens)
+            quantize_rows(x[:num_tokens], out=taken, pdl=True)
+        self._few_gate_up(taken, logits[:num_tokens])
+        self._few_down(x, total, adds)
+
+    def _run_few(self, x: NormedRows | SummedRows, total: Tensor, adds: bool) -> None:
+        """The norm, and the experts of few tokens."""
+        memory, num_tokens, columns = self._memory, len(total), self._router.columns
+        router, normed, quantized = self._scores.weight, memory.normed, memory.few_rows
+        if self._sizes.scores(num_tokens, columns):
+            few.scored_gate_up(
+                x,
+                router,
+                self._router,
+                self._gate_up,
+                choice=memory.choice,
+                normed=normed,
+                out=memory.inner,
+                pdl=True,
             )
-            inner = memory.inner_quantized
-        self._multiply(
-            inner, experts.down, experts.down_bias, memory.outer, num_tokens, products.PLAIN
+        else:
+            logits = memory.logits(columns)[:num_tokens]
+            few.score(x, router, logits=logits, out=normed, quantized=quantized, pdl=True)
+            self._few_gate_up(
+                normed[:num_tokens] if quantized is None else quantized.first(num_tokens), logits
+            )
+        self._few_down(normed, total, adds)
+
+    def _few_gate_up(self, x: Operand, logits: Tensor) -> None:
+        memory = self._memory
+        choice, inner = memory.choice, memory.inner
+        few.gate_up(x, logits, self._router, self._gate_up, choice=choice, out=inner, pdl=True)
+
+    def _few_down(self, x: Tensor, total: Tensor, adds: bool) -> None:
+        """The rest after gate and up; x is that of the shared expert."""
+        memory, experts = self._memory, self._experts
+        few.down(
+            memory.inner,
+            memory.choice,
+            self._router,
+            experts.down,
+            experts.down_bias,
+            self._run_shared(x, len(total)),
+            total=total,
+            adds=adds,
+            pdl=True,
         )
-        rows.sum_of_experts(memory.outer, memory.routed, shared, total=total, adds=adds, pdl=True)
 
     def _multiply(
-        self,
-        x: Operand,
-        weight: Operand,
-        bias: Tensor | None,
-        out: Tensor,
-        num_tokens: int,
-        gate: int,
+        self, x: Tensor, logits: Tensor, shared: Tensor | None, total: Tensor, adds: bool
     ) -> None:
-        routed = self._memory.routed
-        products.product(
-            x, weight, bias, routed, num_tokens=num_tokens, out=out, gate=gate, pdl=True
-        )
+        """The experts of any number of tokens; x is an entire buffer."""
+        memory, experts, num_tokens = self._memory, self._experts, len(total)
+        routed, dtype = memory.routed, experts.values_dtype
+        tile = products.tile_of(num_tokens, self._router.num_experts, routed.top_k, dtype)
+        routing.route(logits, self._router, routed, tile=tile, pdl=True)
+        taken: Operand = x[:num_tokens]
+        if num_tokens > 1 or isinstance(memory.gathered, ScaledRows):
+            rows.gather(x, routed, num_tokens=num_tokens, out=memory.gathered, pdl=True)
+            taken = memory.gathered
+
+        def multiply(
+            rows_of: Operand, weight: Operand, bias: Tensor | None, out: Tensor, gate: int
+        ) -> None:
+            products.product(
+                rows_of, weight, bias, routed, num_tokens=num_tokens, out=out, gate=gate, pdl=True
+            )
+
+        multiply(taken, experts.gate_up, experts.gate_up_bias, memory.inner, self._gate)
+        inner: Operand = memory.inner
+        if memory.inner_quantized is not None:
+            num_rows = num_tokens * routed.top_k
+            inner = memory.inner_quantized.first(num_rows)
+            quantize_rows(memory.inner[:num_rows], out=inner, pdl=True)
+        multiply(inner, experts.down, experts.down_bias, memory.outer, products.PLAIN)
+        rows.sum_of_experts(memory.outer, routed, shared, total=total, adds=adds, pdl=True)
 
     def _run_shared(self, x: Tensor, num_tokens: int) -> Tensor | None:
         """[T, d] of the shared expert."""

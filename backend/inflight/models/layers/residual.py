@@ -15,7 +15,14 @@ from inflight.models.layers.linear import CudaSublayer
 from inflight.models.layers.norm import NormWeights
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops.embedding import embedding
-from inflight_kernels.ops.linear.operands import NormedRows, Operand, values_of
+from inflight_kernels.ops.linear.operands import (
+    MAX_SUMMED_ROWS,
+    Input,
+    NormedRows,
+    Operand,
+    SummedRows,
+    values_of,
+)
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams, add_norm
 
@@ -53,9 +60,13 @@ class ResidualStream(Protocol):
         """The norm of the first rows, to be computed by a linear layer, instead of `norm`; None if
         it is not of rows of `hidden` as they are."""
 
+    def summed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | SummedRows | None:
+        """The norm of up to MAX_SUMMED_ROWS rows, to be computed by a sublayer, which may have to
+        add to `hidden` what was added last, instead of `norm`; None if that is not all."""
+
     def add(
         self,
-        x: Operand,
+        x: Input,
         linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,
@@ -123,9 +134,12 @@ class Residual:
         assert norm is not None
         return NormedRows(self.hidden[:num_tokens], norm.weight, self._eps)
 
+    def summed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | SummedRows | None:
+        return self.normed(norm, num_tokens)
+
     def add(
         self,
-        x: Operand,
+        x: Input,
         linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,
@@ -150,10 +164,17 @@ class WideResidual(Residual):
         super().__init__(spec, num_rows, torch.float32, device)
         self._addend = torch.zeros(num_rows, spec.hidden_size, dtype=dtype, device=device)
         self._is_new = False  # `hidden` is not initialised yet
+        # `hidden`, and the memory of the next sum where it is not computed in place.
+        self._whole = self.hidden
+        self._few = torch.zeros_like(self.hidden[:MAX_SUMMED_ROWS])
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         embedding(token_ids, table, out=self._addend[: len(token_ids)], pdl=True)
-        self._is_new = True
+        self.hidden, self._is_new = self._whole, True
+
+    def take(self, rows: Tensor, whole: ResidualStream, num_tokens: int) -> None:
+        self.hidden = self._whole
+        super().take(rows, whole, num_tokens)
 
     def norm(self, norm: NormWeights | None, out: Operand) -> None:
         assert norm is not None
@@ -167,9 +188,23 @@ class WideResidual(Residual):
     def normed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | None:
         return None
 
+    def summed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | SummedRows | None:
+        assert norm is not None
+        if self._is_new:
+            return None
+        before = self.hidden
+        self.hidden = self._few if before is self._whole else self._whole
+        return SummedRows(
+            self._addend[:num_tokens],
+            before[:num_tokens],
+            self.hidden[:num_tokens],
+            norm.weight,
+            self._eps,
+        )
+
     def add(
         self,
-        x: Operand,
+        x: Input,
         linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,
@@ -218,9 +253,12 @@ class NormedResidual(WideResidual):
         )
         self._is_new = False
 
+    def summed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | SummedRows | None:
+        return None
+
     def add(
         self,
-        x: Operand,
+        x: Input,
         linear: CudaSublayer,
         num_tokens: int,
         norm: NormWeights | None = None,

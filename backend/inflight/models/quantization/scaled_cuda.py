@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import Input
+from inflight_kernels.ops.linear.operands import Input, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import MAX_WIDTH, ScaledRows, quantize_rows
 from inflight_kernels.runtime.launch import is_hopper
 
@@ -77,6 +77,7 @@ class CudaScaledLinear:
 
     def _multiply(self, x: Input, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
         num_tokens = len(out)
+        assert not isinstance(x, SummedRows), "sums are for mixtures of experts"
         if isinstance(x, Tensor):
             x = x[:num_tokens]
         if not isinstance(x, ScaledRows) and self.norms(num_tokens):

@@ -7,6 +7,7 @@
 // tiles: a skewed routing makes the list longer, not a block's share. In a PAIR, a cluster of two
 // blocks has the same rows of x, of which each block loads half and multicasts it to both.
 #include "linear/gemm_hopper.cuh"
+#include "moe/gates.cuh"
 #include "moe/tile.cuh"
 
 namespace experts {
@@ -15,9 +16,6 @@ using namespace gemm;  // cluster operations
 
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-// What becomes of the rows of a weight: as they are, or 8 rows of gate and 8 of up by turns.
-constexpr int PLAIN = 0, SILU = 1, CLAMPED = 2;
-
 // Rows of x that are copied at once, by both blocks of a pair, and whose sums pass through shared
 // memory at once; and columns of a consumer's sums there. Of a tile with fewer rows, only the chunks
 // that have some are copied and multiplied.
@@ -25,13 +23,6 @@ template <int TOKENS>
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
 template <int GATE>
 constexpr int GROUP_COLUMNS = GATE == PLAIN ? 64 : 32;
-
-// The gate of gpt-oss (arXiv:2508.10925).
-__device__ inline float clamped_swiglu(float gate, float up) {
-    gate = fminf(gate, 7.0f);
-    up = fminf(fmaxf(up, -7.0f), 7.0f);
-    return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
-}
 
 template <int GATE>
 __device__ float gate_of(float gate, float up) {

@@ -2,148 +2,10 @@
 //
 // Rows of the products are sorted by expert, then by token. Ranks are counted in bit masks of
 // tokens, so that nothing depends on the order in which blocks run.
-#include "common.cuh"
+#include "moe/choice.cuh"
 #include "moe/tile.cuh"
 
 typedef unsigned long long Mask;  // of the tokens of a block
-// As torch_ops.moe.Routing has them.
-constexpr int SIGMOID = 1, RENORMALIZE = 2;
-
-constexpr float LOWEST = -3.402823466e38f;
-
-// Floats in the order of these keys, none of which is 0. NaN has a place as well.
-__device__ inline unsigned key_of(float value) {
-    const unsigned bits = __float_as_uint(value + 0.0f);  // of -0 the key of 0
-    return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
-}
-
-// The lowest `index` of the lanes with the highest key; all lanes have the result.
-__device__ inline int first_of_highest(unsigned key, int index) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned highest = __reduce_max_sync(FULL_WARP, key);
-    return __reduce_min_sync(FULL_WARP, key == highest ? index : 0x7fffffff);
-#else
-    return 0;
-#endif
-}
-
-// Which groups a token's experts are in: those with the highest sums of their two highest ranks, as
-// bits. `ranks` [num_experts] in shared memory.
-__device__ inline unsigned chosen_groups(const float* ranks, int num_experts, int num_groups,
-                                         int top_groups) {
-    const int lane = threadIdx.x % 32, size = num_experts / num_groups;
-    unsigned key = 0;
-    if (lane < num_groups) {
-        float first = LOWEST, second = LOWEST;
-        for (int i = 0; i < size; i++) {
-            const float rank = ranks[lane * size + i];
-            second = fmaxf(second, fminf(first, rank));
-            first = fmaxf(first, rank);
-        }
-        key = key_of(size > 1 ? first + second : first);
-    }
-    unsigned chosen = 0;
-    for (int i = 0; i < top_groups; i++) {
-        const int group = first_of_highest(key, lane);
-        chosen |= 1u << group;
-        if (lane == group) key = 0;
-    }
-    return chosen;
-}
-
-// A token's experts, by one warp: lane r has the r-th expert and its weight.
-template <int PER_LANE>
-__device__ int choose(const float* logits, const RouterParams& router, float* ranks, float& weight) {
-    const int lane = threadIdx.x % 32, num_experts = router.num_experts;
-    float score[PER_LANE], rank[PER_LANE], largest = LOWEST;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        const int expert = lane + 32 * i;
-        score[i] = router.bias && expert < num_experts ? router.bias[expert] : 0.0f;
-    }
-#pragma unroll 1
-    for (int part = 0; part < router.parts; part++) {
-        float more[PER_LANE];  // all loads before the first use
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            const int expert = lane + 32 * i;
-            more[i] = expert < num_experts ? load_l2(logits + part * router.rows + expert) : LOWEST;
-        }
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) score[i] += more[i];
-    }
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        rank[i] = score[i];
-        largest = fmaxf(largest, score[i]);
-    }
-    if (router.flags & SIGMOID) {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) rank[i] = score[i] = 1.0f / (1.0f + expf(-score[i]));
-    } else {
-        largest = warp_max(largest);
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            score[i] = expf(score[i] - largest);
-            sum += score[i];
-        }
-        sum = warp_sum(sum);
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) score[i] /= sum;
-    }
-    unsigned key[PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        const int expert = lane + 32 * i;
-        if (router.select_bias && expert < num_experts)
-            rank[i] = score[i] + router.select_bias[expert];
-        key[i] = expert < num_experts ? key_of(rank[i]) : 0;
-    }
-    if (router.top_groups < router.num_groups) {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (lane + 32 * i < num_experts) ranks[lane + 32 * i] = rank[i];
-        __syncwarp();
-        const unsigned chosen =
-            chosen_groups(ranks, num_experts, router.num_groups, router.top_groups);
-        const int size = num_experts / router.num_groups;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (!(chosen >> min((lane + 32 * i) / size, 31) & 1)) key[i] = 0;
-        __syncwarp();
-    }
-
-    int own = 0;
-    weight = 0.0f;
-#pragma unroll 1
-    for (int r = 0; r < router.top_k; r++) {
-        unsigned highest = 0;
-        int index = 0x7ffffffe;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (key[i] > highest) {
-                highest = key[i];
-                index = lane + 32 * i;
-            }
-        const int expert = first_of_highest(highest, index);
-        float found = 0.0f;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (expert == lane + 32 * i) {
-                found = score[i];
-                key[i] = 0;
-            }
-        found = __shfl_sync(FULL_WARP, found, expert % 32);
-        if (lane == r) {
-            own = expert;
-            weight = found;
-        }
-    }
-    if (router.flags & RENORMALIZE) weight /= warp_sum(weight) + 1e-20f;
-    weight *= router.scale;
-    return own;
-}
 
 // Plan from the number of rows of each expert in each block of tokens: by one block of threads. If
 // there is one block of tokens, these numbers are those of bits in `masks`. `shared` has an int for
@@ -226,8 +88,8 @@ __device__ inline int* make_plan(const Plan& plan, const Mask* masks, int num_ex
 template <int PER_LANE>
 __global__ void __launch_bounds__(1024)
     route(const float* logits, int stride, int parts, int rows, const float* bias,
-          const float* select_bias, int shared_gate, int num_tokens, int num_experts, int top_k,
-          int flags, int num_groups, int top_groups, float scale, int* experts, float* weights,
+          const float* select_bias, int shared_gate, int num_experts, int top_k, int flags,
+          int num_groups, int top_groups, float scale, int num_tokens, int* experts, float* weights,
           int* positions, int* starts, Tile* tiles, int* num_tiles, int tile, int block_tokens,
           unsigned* arrived) {
     const RouterParams router = {bias,  select_bias, num_experts, top_k,      parts,       rows,
@@ -249,21 +111,16 @@ __global__ void __launch_bounds__(1024)
     __syncthreads();
     for (int t = warp; t < count; t += num_warps) {
         const float* const own = logits + static_cast<long long>(first + t) * stride;
+        const auto logit = [own](int column) { return load_l2(own + column); };
         float weight;
-        const int expert = choose<PER_LANE>(own, router, ranks + warp * padded, weight);
+        const int expert = choose<PER_LANE>(logit, router, ranks + warp * padded, weight);
         float* const to = weights + static_cast<long long>(first + t) * (top_k + 1);
         if (lane < top_k) {
             atomicOr(masks + expert, 1ull << t);
             chosen[t * top_k + lane] = expert;
             to[lane] = weight;
         }
-        if (lane == 0) {  // of the shared expert
-            float gate = 0.0f;
-            if (shared_gate)
-                for (int part = 0; part < parts; part++)
-                    gate += load_l2(own + part * rows + num_experts);
-            to[top_k] = shared_gate ? 1.0f / (1.0f + expf(-gate)) : 1.0f;
-        }
+        if (lane == 0) to[top_k] = shared_weight(logit, router);
     }
     __syncthreads();
     const int* start_of = nullptr;

@@ -45,7 +45,28 @@ class NormedRows(NamedTuple):
     eps: float
 
 
-Input = Operand | NormedRows
+MAX_SUMMED_ROWS = 8
+
+
+class SummedRows(NamedTuple):
+    """x as the root-mean-square norm of sums of rows, computed by the kernel that takes it.
+
+    Attributes:
+        rows: [m, k] bfloat16, m at most MAX_SUMMED_ROWS.
+        residual: [m, k] float32.
+        total: [m, k] float32, where the kernel writes the sum; not the memory of `residual`.
+        weight: [k] float32, of the norm.
+        eps: of the norm.
+    """
+
+    rows: Tensor
+    residual: Tensor
+    total: Tensor
+    weight: Tensor
+    eps: float
+
+
+Input = Operand | NormedRows | SummedRows
 """x of some kernel."""
 
 

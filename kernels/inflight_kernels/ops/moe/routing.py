@@ -55,6 +55,24 @@ class Router:
         """Of the logits."""
         return self.parts * (self.num_experts + self.shared_gate)
 
+    def arguments(self, stride: int) -> tuple[object, ...]:
+        """Of kernels that choose experts, for logits with so many values from row to row."""
+        routing = self.routing
+        return (
+            stride,
+            self.parts,
+            self.num_experts + self.shared_gate,
+            0 if self.bias is None else self.bias,
+            0 if self.select_bias is None else self.select_bias,
+            int(self.shared_gate),
+            self.num_experts,
+            routing.top_k,
+            _SIGMOID * (routing.score == "sigmoid") | _RENORMALIZE * routing.renormalize,
+            routing.num_groups,
+            routing.top_groups,
+            routing.scale,
+        )
+
     def obstacle(self) -> str | None:
         """Why the kernels do not support it; None if they do."""
         routing = self.routing
@@ -134,19 +152,8 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
         -(-num_tokens // per_block),
         threads,
         logits,
-        logits.stride(0),
-        router.parts,
-        num_experts + router.shared_gate,
-        0 if router.bias is None else router.bias,
-        0 if router.select_bias is None else router.select_bias,
-        int(router.shared_gate),
+        *router.arguments(logits.stride(0)),
         num_tokens,
-        num_experts,
-        routing.top_k,
-        _SIGMOID * (routing.score == "sigmoid") | _RENORMALIZE * routing.renormalize,
-        routing.num_groups,
-        routing.top_groups,
-        routing.scale,
         routed.experts,
         routed.weights,
         routed.positions,

@@ -1,0 +1,277 @@
+// Mixtures of experts for few tokens: the experts that are used, and streams of their weights.
+// sm_90a only.
+//
+// Each block finds the experts by itself, which takes less time than a kernel before it, and the
+// router's logits together with the other blocks of its cluster. There is no order of rows by expert: a product has all tokens as the 8 columns of mma.sync, and the weight's
+// rows as its 16 rows. Each warp reads rows of its own, some stages ahead, and waits for no other
+// warp.
+#pragma once
+
+#include "attention/attention_ptx.cuh"
+#include "linear/hopper_linear.cuh"
+#include "moe/choice.cuh"
+
+namespace few {
+
+constexpr int TOKENS = 8, WARPS = 8, THREADS = 32 * WARPS;
+constexpr int MAX_EXPERTS = 512, MAX_TOP_K = 32;  // the shared expert included
+constexpr int MAX_PAIRS = 64;                     // of a token and one of its experts
+
+// ---------------------------------------------------------------- which experts
+
+// The experts of all tokens.
+struct Choice {
+    int count;                             // of distinct experts
+    int experts[MAX_PAIRS];                // these, in ascending order
+    signed char ranks[MAX_PAIRS][TOKENS];  // of an expert among those of a token; -1 if it has not
+    float weights[TOKENS][MAX_TOP_K];      // of a token's experts, then of the shared one
+};
+
+struct Scratch {
+    int chosen[TOKENS][MAX_TOP_K];
+    unsigned masks[MAX_EXPERTS];  // tokens of an expert; then its place in `experts`
+};
+
+// Called by all threads of a block, with all of it in shared memory. `ranks` has num_experts floats,
+// rounded up to 32, for each warp, `logit` returns that of a token and a column.
+template <int PER_LANE, class Logit>
+__device__ void choose_all(const Logit& logit, const RouterParams& router, int num_tokens,
+                           Choice& to, Scratch& scratch, float* ranks) {
+    // Read from a lane, so that the compiler knows that warps do not diverge.
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    const int lane = threadIdx.x % 32, top_k = router.top_k;
+    const int padded = (router.num_experts + 31) / 32 * 32;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < padded; i += THREADS) scratch.masks[i] = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < MAX_PAIRS * TOKENS / 4; i += THREADS)
+        reinterpret_cast<int*>(to.ranks)[i] = -1;
+    __syncthreads();
+    if (warp < num_tokens) {
+        const auto own = [&](int column) { return logit(warp, column); };
+        float weight;
+        const int expert = choose<PER_LANE>(own, router, ranks + warp * padded, weight);
+        if (lane < top_k) {
+            atomicOr(scratch.masks + expert, 1u << warp);
+            scratch.chosen[warp][lane] = expert;
+            to.weights[warp][lane] = weight;
+        }
+        if (lane == 0) to.weights[warp][top_k] = shared_weight(own, router);
+    }
+    __syncthreads();
+    if (warp == 0) {
+        int count = 0;
+#pragma unroll 1
+        for (int first = 0; first < padded; first += 32) {
+            const bool used = scratch.masks[first + lane] != 0;
+            const unsigned all = __ballot_sync(FULL_WARP, used);
+            const int place = count + __popc(all & ((1u << lane) - 1));
+            if (used) {
+                to.experts[place] = first + lane;
+                scratch.masks[first + lane] = place;
+            }
+            count += __popc(all);
+        }
+        if (lane == 0) to.count = count;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_tokens * top_k; i += THREADS) {
+        const int token = i / top_k, rank = i - token * top_k;
+        to.ranks[scratch.masks[scratch.chosen[token][rank]]][token] = rank;
+    }
+    __syncthreads();
+}
+
+// Hand a choice on to the next kernel, which may read it before its wait: it starts once all blocks
+// have called this.
+__device__ inline void hand_on(const Choice& choice, Choice* to) {
+    if (blockIdx.x == 0) {
+        static_assert(sizeof(Choice) % 4 == 0, "words");
+#pragma unroll 1
+        for (int i = threadIdx.x; i < static_cast<int>(sizeof(Choice) / 4); i += THREADS)
+            reinterpret_cast<int*>(to)[i] = reinterpret_cast<const int*>(&choice)[i];
+        __threadfence();
+        __syncthreads();
+    }
+    pdl_launch_dependents();
+}
+
+// What the preceding kernel has handed on.
+__device__ inline void take_over(const Choice* from, Choice& choice) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Choice) / 4); i += THREADS)
+        reinterpret_cast<int*>(&choice)[i] = load_l2(reinterpret_cast<const int*>(from) + i);
+    __syncthreads();
+}
+
+// Division by one number, for dividends whose product with it is below 2^32.
+struct Divisor {
+    int number;
+    unsigned inverse;  // 2^32 / number, rounded up
+
+    __device__ explicit Divisor(int number)
+        : number(number), inverse(0xffffffffu / static_cast<unsigned>(number) + 1) {}
+    __device__ int quotient(int of) const { return number == 1 ? of : __umulhi(of, inverse); }
+    __device__ int remainder(int of) const { return of - quotient(of) * number; }
+};
+
+// ---------------------------------------------------------------- streams of weights
+
+constexpr int STAGE = 4096;  // bytes
+
+// Copies 16 bytes that are used once, or zeros if not `valid`.
+__device__ inline void copy_once(unsigned target, const char* source, bool valid) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target),
+                 "l"(__cvta_generic_to_global(source)), "r"(valid ? 16 : 0), "l"(EVICT_FIRST)
+                 : "memory");
+}
+
+__device__ inline uint4 load_shared(unsigned address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+// c [16, 8] += a [16, 32 bytes] @ b [32 bytes, 8]. Lane l has of a the words of rows l / 4 and l / 4
+// + 8, then the next ones, of b those of column l / 4: four columns of lanes, l % 4, have 8 bytes of a
+// row each. Which 8 is free, if a and b agree.
+template <typename In>
+__device__ void mma(Sum<In> (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+template <>
+__device__ inline void mma<__nv_bfloat16>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                          unsigned b1) {
+    ptx::mma<__nv_bfloat16>(c, a, b0, b1);
+}
+template <>
+__device__ inline void mma<Fp8>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ inline void mma<Int8>(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Bytes from a row of x to the next in shared memory: whole stages, of zeros past the row's end, and
+// an offset so that lanes read different banks.
+__host__ __device__ constexpr int x_pitch(int row_bytes) { return (row_bytes + 511) / 512 * 512 + 64; }
+
+// A warp's jobs, each a product with ROWS adjacent rows of a weight: first, first + next and so on
+// below last. BaseOf: from a job to the address of its rows.
+template <int ROWS, class BaseOf>
+struct Stream {
+    static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row in a stage
+
+    unsigned ring;  // of this warp
+    int stages, row_bytes, steps;
+    int job, last, next;
+    const BaseOf& base_of;
+    // Of the next copy, and of the next product.
+    int step, to, from;
+    const char* base;
+
+    __device__ Stream(unsigned ring, int stages, int row_bytes, int first, int last, int next,
+                      const BaseOf& base_of)
+        : ring(ring),
+          stages(stages),
+          row_bytes(row_bytes),
+          steps((row_bytes + WIDTH - 1) / WIDTH),
+          job(first),
+          last(last),
+          next(next),
+          base_of(base_of),
+          step(0),
+          to(0),
+          from(0),
+          base(nullptr) {
+#pragma unroll 1
+        for (int s = 0; s < stages; s++) copy();
+    }
+
+    // A stage; after the last one an empty group of copies.
+    __device__ void copy() {
+        constexpr int CHUNKS = WIDTH / 16, ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
+        if (job < last) {
+            const int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
+            const int column = step * WIDTH + chunk * 16;
+            const bool valid = column < row_bytes;
+            if (step == 0) base = base_of(job);
+            const char* source = base + row * row_bytes + (valid ? column : 0);
+            const unsigned slot = ring + to * STAGE;
+#pragma unroll
+            for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
+                // Odd rows have the halves of each 128 bytes exchanged, for other banks.
+                const int odd = ROWS_AT_ONCE == 1 ? i % 2 : row % 2;
+                copy_once(slot + (i * ROWS_AT_ONCE + row) * WIDTH + (chunk ^ odd * 4) * 16, source,
+                          valid);
+                source += ROWS_AT_ONCE * row_bytes;
+            }
+            if (++step == steps) {
+                step = 0;
+                job += next;
+            }
+        }
+        ptx::commit_copies();
+        to = to + 1 == stages ? 0 : to + 1;
+    }
+
+    __device__ void wait() const {
+        if (stages == 4)
+            ptx::wait_copies<3>();
+        else if (stages == 3)
+            ptx::wait_copies<2>();
+        else
+            ptx::wait_copies<1>();
+        __syncwarp();
+    }
+
+    // The product of the next job's rows with x: lane l has that of row l / 4 with tokens l % 4 * 2
+    // and the next, then of row l / 4 + 8. x: address of the row of token l / 4, 0 for zeros.
+    template <typename In>
+    __device__ void multiply(unsigned x, float (&sums)[4]) {
+        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[e] = 0.0f;
+#pragma unroll 1
+        for (int s = 0; s < steps; s++) {
+            wait();
+            const unsigned slot = ring + from * STAGE + g * WIDTH;
+            Sum<In> parts[4][4] = {};  // several, as each product waits for the one before
+#pragma unroll 4
+            for (int i = 0; i < WIDTH / 64; i++) {
+                const int chunk = i * 4 + q;
+                const unsigned place = slot + (chunk ^ g % 2 * 4) * 16;
+                const uint4 upper = load_shared(place);
+                const uint4 lower =
+                    ROWS == 16 ? load_shared(place + 8 * WIDTH) : make_uint4(0, 0, 0, 0);
+                const uint4 values =
+                    x ? load_shared(x + s * WIDTH + chunk * 16) : make_uint4(0, 0, 0, 0);
+                const unsigned first[4] = {upper.x, lower.x, upper.y, lower.y};
+                const unsigned second[4] = {upper.z, lower.z, upper.w, lower.w};
+                mma<In>(parts[i % 2 * 2], first, values.x, values.y);
+                mma<In>(parts[i % 2 * 2 + 1], second, values.z, values.w);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sums[e] += static_cast<float>(parts[0][e] + parts[1][e]) +
+                           static_cast<float>(parts[2][e] + parts[3][e]);
+            __syncwarp();  // all lanes have read the stage
+            copy();
+            from = from + 1 == stages ? 0 : from + 1;
+        }
+    }
+};
+
+}  // namespace few

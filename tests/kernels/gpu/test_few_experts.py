@@ -1,0 +1,330 @@
+"""Mixtures of experts for few tokens on a GPU against their definition in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels.ops.linear.operands import NormedRows, Operand, SummedRows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.moe import few
+from inflight_kernels.ops.moe.few_sizes import Sizes
+from inflight_kernels.ops.moe.products import CLAMPED, SILU
+from inflight_kernels.ops.moe.routing import Router
+from inflight_kernels.torch_ops import moe as definition
+from inflight_kernels.torch_ops.moe import Routing
+from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
+from inflight_kernels.torch_ops.transformer import clamped_swiglu, rms_norm, silu_mul
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-6
+TYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+# (experts, per token, width, hidden): of public models, and odd ones.
+SHAPES = [
+    (128, 8, 768, 2048),
+    (32, 4, 2880, 2880),
+    (64, 6, 1408, 2048),
+    (256, 8, 96, 208),
+    (8, 2, 1024, 4096),
+    (16, 1, 16, 16),
+]
+BOUNDS = {torch.bfloat16: 2 * ROUNDING[torch.bfloat16], torch.float8_e4m3fn: 1e-2}
+
+
+def _bound(dtype: torch.dtype) -> float:
+    return BOUNDS.get(dtype, 1e-2)
+
+
+class Weights:
+    """Of experts: as kernels take them, and what these are in float64."""
+
+    def __init__(
+        self, experts: int, rows: int, columns: int, dtype: torch.dtype, gated: bool
+    ) -> None:
+        whole = torch.randn(experts, rows, columns, device="cuda") * columns**-0.5
+        if gated:  # gate above up -> by turns of 8
+            parts = whole.view(experts, 2, rows // 16, 8, columns)
+            stored = parts.transpose(1, 2).reshape(whole.shape).bfloat16()
+        else:
+            stored = whole.bfloat16()
+        self.operand: Operand = stored
+        exact = stored.double()
+        if dtype != torch.bfloat16:
+            values, scales = quantize_rows(stored.view(-1, columns), dtype)
+            exact = dequantize_rows(values, scales).double().view(whole.shape)
+            self.operand = ScaledRows(values.view(whole.shape), scales)
+        if gated:
+            turns = exact.view(experts, rows // 16, 2, 8, columns)
+            exact = turns.transpose(1, 2).reshape(whole.shape)
+        self.exact = exact
+
+
+def _turns(bias: Tensor) -> Tensor:
+    experts, rows = bias.shape
+    parts = bias.view(experts, 2, rows // 16, 8)
+    return parts.transpose(1, 2).reshape(bias.shape).contiguous()
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> tuple[Operand, Tensor]:
+    """x as kernels take it, and what it is in float64."""
+    if dtype == torch.bfloat16:
+        return x, x.double()
+    values, scales = quantize_rows(x, dtype)
+    return ScaledRows(values, scales), dequantize_rows(values, scales).double()
+
+
+def _logits(tokens: int, experts: int, kind: str) -> Tensor:
+    logits = torch.randn(tokens, experts, device="cuda")
+    if kind == "same":
+        logits = logits * 1e-3 + torch.linspace(3, 0, experts, device="cuda")
+    return logits.contiguous()
+
+
+def _run(
+    x: Tensor,
+    logits: Tensor,
+    router: Router,
+    first: Weights,
+    last: Weights,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    gate: int = SILU,
+    shared: Tensor | None = None,
+    before: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the kernels compute, and what their definition does in float64."""
+    tokens, hidden = x.shape
+    top_k, width = router.routing.top_k, last.exact.shape[2]
+    dtype = first.operand.values.dtype if isinstance(first.operand, ScaledRows) else x.dtype
+    operand, exact = _rows(x, dtype)
+    inner = Guarded(tokens * top_k, width, dtype=x.dtype)
+    total = Guarded(tokens, hidden, dtype=x.dtype)
+    if before is not None:
+        total.tensor.copy_(before)
+    stored = None if biases[0] is None else _turns(biases[0])
+    layer, choice = few.GateUp(first.operand, stored, gate), few.new_choice("cuda")
+    few.gate_up(operand, logits, router, layer, choice=choice, out=inner.tensor, pdl=True)
+    few.down(
+        inner.tensor,
+        choice,
+        router,
+        last.operand,
+        biases[1],
+        shared,
+        total=total.tensor,
+        adds=before is not None,
+        pdl=True,
+    )
+    scores = logits[:, : router.num_experts]
+    chosen, weights = definition.route(scores.double(), router.routing, router.select_bias)
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
+    found_inner = inner.check()
+    for token in range(tokens):
+        for rank in range(top_k):
+            expert, pair = int(chosen[token, rank]), token * top_k + rank
+            sums = first.exact[expert] @ exact[token]
+            if biases[0] is not None:
+                sums = sums + biases[0][expert].double()
+            gated = silu_mul(sums[None]) if gate == SILU else clamped_swiglu(sums[None])
+            assert relative_error(found_inner[pair], gated[0]) < _bound(dtype)
+            # Of what the kernel computed: it rounds, and may quantise, that.
+            _, row = _rows(found_inner[pair][None], dtype)
+            output = last.exact[expert] @ row[0]
+            if biases[1] is not None:
+                output = output + biases[1][expert].double()
+            expected[token] += weights[token, rank] * output
+    if shared is not None:
+        gates = logits[:, -1:].double().sigmoid() if router.shared_gate else 1.0
+        expected += shared.double() * gates
+    if before is not None:
+        expected += before.double()
+    return total.check(), expected
+
+
+@pytest.mark.parametrize("kind", ["spread", "same"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("experts", "top_k", "width", "hidden"), SHAPES)
+def test_a_layer_is_that_of_the_definition(
+    experts: int, top_k: int, width: int, hidden: int, dtype: torch.dtype, tokens: int, kind: str
+) -> None:
+    sizes = Sizes(hidden, width, experts, top_k, 1, dtype.itemsize)
+    if not sizes.fits(tokens):
+        assert tokens > 1, "a single token always fits"
+        return
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    router = Router(Routing(top_k, renormalize=True), experts)
+    first = Weights(experts, 2 * width, hidden, dtype, gated=True)
+    last = Weights(experts, hidden, width, dtype, gated=False)
+    found, expected = _run(x, _logits(tokens, experts, kind), router, first, last)
+    assert relative_error(found, expected) < _bound(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("gate", [SILU, CLAMPED])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_biases_a_gated_shared_expert_and_what_was_before_are_added(
+    tokens: int, gate: int, dtype: torch.dtype
+) -> None:
+    experts, top_k, width, hidden = 20, 3, 112, 336
+    x = (2 * torch.randn(tokens, hidden, device="cuda")).bfloat16()
+    first = Weights(experts, 2 * width, hidden, dtype, gated=True)
+    last = Weights(experts, hidden, width, dtype, gated=False)
+    biases = (
+        torch.randn(experts, 2 * width, device="cuda").bfloat16(),
+        torch.randn(experts, hidden, device="cuda").bfloat16(),
+    )
+    router = Router(Routing(top_k, renormalize=False), experts, shared_gate=True)
+    found, expected = _run(
+        x,
+        _logits(tokens, experts + 1, "spread"),
+        router,
+        first,
+        last,
+        biases,
+        gate,
+        shared=torch.randn(tokens, hidden, device="cuda").bfloat16(),
+        before=torch.randn(tokens, hidden, device="cuda").bfloat16(),
+    )
+    assert relative_error(found, expected) < _bound(dtype)
+
+
+def test_groups_and_biases_of_selection_choose_as_the_definition_does() -> None:
+    experts, top_k, width, hidden = 64, 4, 64, 128
+    routing = Routing(top_k, True, "sigmoid", num_groups=8, top_groups=3, scale=2.5)
+    select_bias = torch.randn(experts, device="cuda") * 0.1
+    router = Router(routing, experts, select_bias=select_bias)
+    first = Weights(experts, 2 * width, hidden, torch.bfloat16, gated=True)
+    last = Weights(experts, hidden, width, torch.bfloat16, gated=False)
+    x = torch.randn(6, hidden, device="cuda").bfloat16()
+    found, expected = _run(x, _logits(6, experts, "spread"), router, first, last)
+    assert relative_error(found, expected) < _bound(torch.bfloat16)
+
+
+def test_a_token_has_the_same_result_alone_and_among_others() -> None:
+    experts, top_k, width, hidden = 128, 8, 768, 2048
+    router = Router(Routing(top_k, renormalize=True), experts)
+    for dtype in TYPES:
+        first = Weights(experts, 2 * width, hidden, dtype, gated=True)
+        last = Weights(experts, hidden, width, dtype, gated=False)
+        x = torch.randn(4, hidden, device="cuda").bfloat16()
+        logits = _logits(4, experts, "spread")
+        whole, _ = _run(x, logits, router, first, last)
+        for token in range(4):
+            own = slice(token, token + 1)
+            alone, _ = _run(x[own], logits[own], router, first, last)
+            assert (alone == whole[own]).all()
+
+
+@pytest.mark.parametrize("quantized", [None, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("rows", "hidden"), [(128, 2048), (65, 2880), (9, 16), (512, 8192)])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_scores_are_products_with_the_norm(
+    tokens: int, rows: int, hidden: int, adds: bool, quantized: torch.dtype | None
+) -> None:
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    weight = torch.rand(hidden, device="cuda") + 0.5
+    router = (torch.randn(rows, hidden, device="cuda") * hidden**-0.5).bfloat16()
+    residual = torch.randn(tokens, hidden, device="cuda")
+    total = Guarded(tokens, hidden, dtype=torch.float32)
+    logits = Guarded(tokens, rows, dtype=torch.float32)
+    out = Guarded(tokens, hidden, dtype=torch.bfloat16)
+    bytes_of = None if quantized is None else ScaledRows.empty(tokens, hidden, "cuda", quantized)
+    given: NormedRows | SummedRows = NormedRows(x, weight, EPS)
+    if adds:
+        given = SummedRows(x, residual, total.tensor, weight, EPS)
+    few.score(given, router, logits=logits.tensor, out=out.tensor, quantized=bytes_of, pdl=True)
+    normed, summed = rms_norm(x, weight, EPS, residual if adds else None)
+    assert relative_error(out.check(), normed) < ROUNDING[torch.bfloat16]
+    if adds:
+        assert torch.equal(total.check(), summed)
+    products = out.tensor.double() @ router.double().t()
+    assert relative_error(logits.check(), products) < 1e-5
+    if bytes_of is not None and quantized is not None:
+        values, scales = quantize_rows(out.tensor, quantized)
+        # A value half way between two may be rounded either way.
+        same = bytes_of.values.view(torch.uint8) == values.view(torch.uint8)
+        assert same.double().mean() > 0.99
+        torch.testing.assert_close(bytes_of.scales, scales, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("experts", "top_k", "width", "hidden"), SHAPES)
+def test_scores_and_experts_in_one_kernel_are_those_of_two(
+    experts: int, top_k: int, width: int, hidden: int, dtype: torch.dtype, tokens: int, adds: bool
+) -> None:
+    sizes = Sizes(hidden, width, experts, top_k, 1, dtype.itemsize)
+    if not sizes.fits(tokens) or not sizes.scores(tokens, experts):
+        assert tokens > 1 or experts > 128, "a single token of few experts always fits"
+        return
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    norm = torch.rand(hidden, device="cuda") + 0.5
+    weight = (2 * torch.randn(experts, hidden, device="cuda") * hidden**-0.5).bfloat16()
+    bias = torch.randn(experts, device="cuda") * 0.1
+    router = Router(Routing(top_k, renormalize=True), experts, bias=bias)
+    layer = few.GateUp(Weights(experts, 2 * width, hidden, dtype, gated=True).operand, None, SILU)
+    last = Weights(experts, hidden, width, dtype, gated=False).operand
+    residual = torch.randn(tokens, hidden, device="cuda")
+    results = []
+    for scored in (False, True):
+        total = Guarded(tokens, hidden, dtype=torch.float32)
+        normed, out = (Guarded(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
+        inner = Guarded(tokens * top_k, width, dtype=torch.bfloat16)
+        choice = few.new_choice("cuda")
+        given: NormedRows | SummedRows = NormedRows(x, norm, EPS)
+        if adds:
+            given = SummedRows(x, residual, total.tensor, norm, EPS)
+        else:
+            total.tensor.zero_()
+        if scored:
+            few.scored_gate_up(
+                given,
+                weight,
+                router,
+                layer,
+                choice=choice,
+                normed=normed.tensor,
+                out=inner.tensor,
+                pdl=True,
+            )
+        else:
+            logits = torch.empty(tokens, experts, device="cuda")
+            rows = None
+            if dtype != torch.bfloat16:
+                rows = ScaledRows.empty(tokens, hidden, "cuda", dtype)
+            few.score(given, weight, logits=logits, out=normed.tensor, quantized=rows)
+            operand = normed.tensor if rows is None else rows
+            few.gate_up(operand, logits, router, layer, choice=choice, out=inner.tensor)
+        few.down(inner.tensor, choice, router, last, None, total=out.tensor, pdl=True)
+        results.append((total.check(), normed.check(), inner.check(), out.check()))
+    for found, expected in zip(*results, strict=True):
+        # Sums in another order may be rounded the other way.
+        assert relative_error(found, expected) < _bound(dtype)
+
+
+def test_operands_of_wrong_shapes_are_refused() -> None:
+    router = Router(Routing(2, renormalize=True), 8)
+    x = torch.zeros(9, 64, dtype=torch.bfloat16, device="cuda")
+    weight = torch.zeros(8, 64, 64, dtype=torch.bfloat16, device="cuda")
+    inner = torch.zeros(18, 32, dtype=torch.bfloat16, device="cuda")
+    logits, choice = torch.zeros(9, 8, device="cuda"), few.new_choice("cuda")
+    layer = few.GateUp(weight, None, SILU)
+    with pytest.raises(ValueError, match="9 tokens"):
+        few.gate_up(x, logits, router, layer, choice=choice, out=inner)
+    with pytest.raises(ValueError, match="expected float32"):
+        few.gate_up(x[:2], logits, router, layer, choice=choice, out=inner)
+    with pytest.raises(ValueError, match="expected 4"):
+        few.gate_up(x[:2], logits[:2], router, layer, choice=choice, out=inner[:3])
+    with pytest.raises(ValueError, match="allowed: SILU"):
+        plain = few.GateUp(weight, None, 0)
+        few.gate_up(x[:2], logits[:2], router, plain, choice=choice, out=inner)
+    given = NormedRows(x[:1], torch.zeros(64, device="cuda"), EPS)
+    with pytest.raises(ValueError, match="the router 32"):
+        few.score(given, weight[0, :, :32].contiguous(), logits=logits[:1], out=x)
+    with pytest.raises(ValueError, match="router is"):
+        few.scored_gate_up(given, weight[0], router, layer, choice=choice, normed=x, out=inner)
