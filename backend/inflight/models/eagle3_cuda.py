@@ -23,6 +23,7 @@ from inflight.models.experts_cuda import CudaExperts
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.loader import ModelWeights, Progress
+from inflight_kernels.ops.attention_operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.rope import PagedKV
@@ -126,7 +127,8 @@ class Head:
         weights.hidden_qkv.add(buffers.normed, buffers.qkv, num_tokens)
         if self.spec.norm_before_residual:
             taken.copy_(normed)
-        attention.layer(qkv, PagedKV(*pair), buffers.attended[:num_tokens], None)
+        attended = buffers.attended[:num_tokens]
+        attention.layer(qkv, PagedKV(*pair), attended, AttentionWeights())
         weights.out.add(buffers.attended, hidden, num_tokens)
         rms_norm(taken, weights.mlp_norm, eps, out=normed, pdl=True)
         weights.gate_up.gated(buffers.normed, gate_up, gated, num_tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
 import family
 import family_gpu
@@ -201,17 +201,6 @@ def test_other_gpus_refuse_experts(checkpoint: Checkpoint, monkeypatch: pytest.M
         ConfigError, match="a mixture of experts is supported on Hopper GPUs only; use device: cpu"
     ):
         decoder(checkpoint, "none")
-
-
-def test_gpt_oss_is_refused_for_its_sinks_alone(tmp_path: Path) -> None:
-    config = GptOssConfig(
-        **family.SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
-        sliding_window=family.WINDOW,
-    )
-    spec = read_spec(family.write_folder(family.make(config), tmp_path))
-    assert gpu_obstacle(spec, family_gpu.MAX_LEN) == (
-        "attention with sinks is not supported on GPUs"
-    )
 
 
 @pytest.mark.parametrize(("capability", "device"), [((9, 0), "cuda"), ((8, 0), "cpu")])

@@ -37,7 +37,6 @@ class TestGptOss(family.Suite):
         "tied": EXPERTS | {"attention_bias": False, "tie_word_embeddings": True},
     }
     architecture = "gpt-oss"
-    on_gpu = False
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return {
