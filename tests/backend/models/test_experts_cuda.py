@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import Glm4MoeConfig, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 import family
 import family_gpu
 import mixed_step
+from clear_routing import make_clear
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, Quantization
 from inflight.errors import ConfigError
@@ -144,6 +145,40 @@ def test_quantised_experts_compute_what_those_on_cpus_do(
     # A value half way between two may be rounded the other way, which the tokens after it see.
     assert errors.median() < 0.02 * rounding.median(), errors
     assert rounding.median() > 0
+
+
+GROUPS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+}
+OF_GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**family.SHAPE | EXPERTS),
+        GptOssConfig(**family.SHAPE | OF_GPT_OSS, sliding_window=family.WINDOW),
+        Glm4MoeConfig(**family.SHAPE | GROUPS),
+    ],
+    ids=["qwen3_moe", "gpt_oss", "glm4_moe"],
+)
+def test_rounding_changes_no_choice_of_clear_routers(
+    tmp_path: Path, config: PretrainedConfig
+) -> None:
+    model = family.make(config, deviation=0.1).bfloat16()
+    model.set_experts_implementation("eager")
+    checkpoint = family.write_folder(model, tmp_path)
+    make_clear(model.double(), read_spec(checkpoint), family_gpu.TEXTS)
+    checkpoint = family.write_folder(model.bfloat16(), tmp_path)
+    ours = mixed_step.make_model(checkpoint, torch.bfloat16, CPU)
+    expected = [family.reference_logits(model.double(), text) for text in family_gpu.TEXTS]
+    torch.testing.assert_close(logits(ours).double(), torch.cat(expected), atol=0.15, rtol=0.03)
 
 
 # ---------------------------------------------------------------- refusals
