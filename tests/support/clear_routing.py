@@ -15,7 +15,7 @@ from torch import Tensor
 from inflight.models.spec import ModelSpec, MoeSpec
 from inflight_kernels.torch_ops.moe import Routing, route
 
-MARGIN = 0.2
+MARGIN = 0.5
 """Logits, which have a standard deviation of 1, may all change by half of it."""
 
 _TRIES = 32  # changes of logits that must not change a choice

@@ -76,14 +76,14 @@ def product(
     chosen = routed.experts[:num_rows].sort().values
     for expert in range(num_experts):
         of_expert = (chosen == expert).nonzero()[:, 0]
-        added = None if bias is None else bias[expert]
+        added = None if bias is None else bias[expert].to(matrices.dtype)
         sums = transformer.linear(taken[of_expert], matrices[expert], added)
         if gate != products.PLAIN:
             halves = sums.view(len(sums), n // (2 * products.GATE_ROWS), 2, products.GATE_ROWS)
             sums = halves.transpose(1, 2).reshape(len(sums), n)
             kind = transformer.silu_mul if gate == products.SILU else transformer.clamped_swiglu
             sums = kind(sums)
-        out[of_expert] = sums
+        out[of_expert] = sums.to(out.dtype)
 
 
 def _exact(matrix: Operand) -> Tensor:

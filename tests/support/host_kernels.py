@@ -487,7 +487,7 @@ class HostScaledLinear:
         self, weight: ScaledRows, bias: Tensor | None, inputs: QuantizedInputs, invariant: bool
     ) -> None:
         self.weight = weight
-        self._bias = bias
+        self._bias = None if bias is None else bias.float()  # sums are in float32
         self._inputs = inputs
 
     def input_rows(self, num_tokens: int) -> ScaledRows:

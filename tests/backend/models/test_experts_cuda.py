@@ -37,6 +37,7 @@ EXPERTS = {
     "norm_topk_prob": True,
     "pad_token_id": 0,
 }
+OF_GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 
@@ -131,9 +132,18 @@ def test_both_layers_of_experts_are_in_one_format() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**family.SHAPE | EXPERTS),
+        GptOssConfig(**family.SHAPE | OF_GPT_OSS, sliding_window=family.WINDOW),
+    ],
+    ids=["qwen3_moe", "gpt_oss, biased"],
+)
 def test_quantised_experts_compute_what_those_on_cpus_do(
-    checkpoint: Checkpoint, kind: Quantization
+    tmp_path: Path, config: PretrainedConfig, kind: Quantization
 ) -> None:
+    checkpoint = family.write_folder(family.make(config, deviation=0.05), tmp_path)
     ours, exact = decoder(checkpoint, kind), decoder(checkpoint, "none")
     experts = ours.weights.layers[0].mlp.experts  # type: ignore[union-attr]
     assert isinstance(experts.gate_up, ScaledRows) and isinstance(experts.down, ScaledRows)
@@ -156,7 +166,6 @@ GROUPS = {
     "first_k_dense_replace": 1,
     "pad_token_id": 0,
 }
-OF_GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
