@@ -71,6 +71,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_cuda, "_ACTIVATIONS", _ACTIVATIONS)
     for op in (norm_columns, scale_cap):
         monkeypatch.setattr(decoder_cuda, op.__name__, op)
+    monkeypatch.setattr(eagle3_cuda, "norm_columns", norm_columns)
     monkeypatch.setattr(residual, "add_norm", add_norm)
     for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
