@@ -105,8 +105,8 @@ def _check_kind(outer: CheckedFields, raw: CheckedFields) -> None:
                 "quantization_config: quantised EAGLE-3 heads are not supported; use the "
                 "unquantised head"
             )
-    # Heads of SpecForge for gpt-oss have its model_type, and layers of Llama or, by another name of
-    # the architecture, of gpt-oss.
+    # Configs of SpecForge for gpt-oss have its model_type, with a layer of Llama or, under another
+    # name of the architecture, of gpt-oss.
     kinds = {"llama", "gpt_oss"} if any("Llama" in str(name) for name in names) else {"llama"}
     if raw.get("model_type", "llama") not in kinds:
         raise raw.error(
@@ -140,7 +140,7 @@ def _aux_layers(raw: CheckedFields, num_layers: int) -> tuple[int, ...]:
         ids = inner.get(key)
         # The authors' default, documented only by their code.
         aux_layers = [2, num_layers // 2, num_layers - 3]
-        if ids is not None:
+        if ids:
             # No layer has the index num_layers: then they are as here, as those of
             # nvidia/gpt-oss-120b-Eagle3-v3.
             aux_layers = ids if num_layers in ids else [i + 1 for i in ids]

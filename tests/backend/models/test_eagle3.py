@@ -143,6 +143,7 @@ def read(folder: Path, **changes: Any) -> Any:
         ({"eagle_config": {TAPS_KEY: [0, 3, 6]}}, (1, 4, 7)),  # whose output it is
         ({TAPS_KEY: [2, 3], "eagle_config": {TAPS_KEY: [0, 3, 6]}}, (2, 3)),
         ({"eagle_config": {TAPS_KEY: [3, 5, 7]}}, (3, 5, 7)),  # no layer has the number 7
+        ({"eagle_config": {TAPS_KEY: []}}, (2, 3, 4)),
     ],
 )
 def test_the_layers_that_a_head_sees(
