@@ -8,6 +8,7 @@ import pytest
 
 import bars
 import engine
+import shapes
 from inflight.checkpoint.locate import Checkpoint
 from inflight.cli.bench.rows import ROWS, Row
 from inflight.models.registry import read_spec
@@ -80,6 +81,20 @@ def test_layers_and_the_cache_may_have_another_format():
     twice = Roofline(model(), FLOPS, batched_tokens=8, linear_flops_per_s=2)
     saved = LAYERS * (15 + 9)  # half of two for each element and token
     assert seconds(FLOPS) - twice.seconds(ROW) == saved
+
+
+def test_a_token_of_gpt_oss_reads_four_of_32_experts_and_windows_of_keys():
+    spec = shapes.load("gpt-oss-20b").spec
+    layer = 2880 * (2 * (64 + 8) * 64 + 32) + 4 * 3 * 2880 * 2880
+    head = 201088 * 2880
+    prompt = Row("row", 1, 1000, 1)
+    decode = Row("row", 1, 1000, 2)
+    token = Roofline(spec, BYTES).seconds(decode) - Roofline(spec, BYTES).seconds(prompt)
+    read = 12 * (1001 + 128) * 2 * 8 * 64 * 2  # keys and values
+    assert token == pytest.approx(2 * (24 * layer + head) + read, rel=1e-9)
+    flops = Roofline(spec, FLOPS).seconds(decode) - Roofline(spec, FLOPS).seconds(prompt)
+    attended = 12 * (1001 + 128) * 4 * 64 * 64
+    assert flops == pytest.approx(2 * (24 * layer + head) + attended, rel=1e-9)
 
 
 @pytest.mark.parametrize("row", ["bs1", "chat256", "prefill", "long"])

@@ -18,6 +18,7 @@ import tiny
 from inflight.cli.bench.rows import ROWS, START, select
 from inflight.errors import ConfigError
 from inflight.models.gpu_support import gpu_obstacle
+from inflight.models.spec import MoeSpec
 from kernels import timing
 from roofline import Ceilings
 
@@ -55,15 +56,23 @@ def read(path: Path) -> dict[str, Any]:
         ("llama-3.1-8b", 8_030_261_248, 131_072, 131_072),
         ("qwen3-8b", 8_190_735_360, 147_456, 40_960),
         ("gemma-3-12b", 11_766_034_176, 393_216, 131_072),
+        ("gpt-oss-20b", 20_914_757_184, 49_152, 131_072),
     ],
 )
 def test_a_shape_has_the_published_numbers(name: str, parameters: int, kv_bytes: int, context: int):
     spec = shapes.load(name).spec
-    norms = spec.hidden_size
+    vectors = spec.hidden_size
     for layer in spec.layers:
-        norms += (4 if layer.post_norms else 2) * spec.hidden_size
-        norms += 2 * layer.attention.head_dim if layer.attention.qk_norm else 0
-    assert spec.matrix_elements + norms == parameters
+        attention, mlp = layer.attention, layer.mlp
+        vectors += (4 if layer.post_norms else 2) * spec.hidden_size
+        vectors += 2 * attention.head_dim if attention.qk_norm else 0
+        vectors += attention.q_width + 2 * attention.kv_width if attention.qkv_bias else 0
+        vectors += spec.hidden_size if attention.out_bias else 0
+        vectors += attention.num_heads if attention.sinks else 0
+        if isinstance(mlp, MoeSpec):
+            biases = 2 * mlp.expert.width + spec.hidden_size if mlp.expert.bias else 0
+            vectors += mlp.num_experts * (mlp.router_bias + biases)
+    assert spec.matrix_elements + vectors == parameters
     assert spec.kv_layout("bfloat16").block_bytes(1) == kv_bytes
     assert spec.max_position_embeddings == context
 
@@ -83,6 +92,19 @@ def test_the_shape_of_gemma_has_a_window_in_five_of_six_layers():
     assert sliding.scale == full.scale == 256**-0.5
     assert (sliding.rope.theta, full.rope.theta, full.rope.factor) == (1e4, 1e6, 8)
     assert spec.tie_word_embeddings
+
+
+def test_the_shape_of_gpt_oss_has_sinks_and_a_window_in_every_second_layer():
+    spec = shapes.load("gpt-oss-20b").spec
+    assert [layer.attention.window for layer in spec.layers] == [128, 0] * 12
+    sliding, full = spec.attentions
+    assert sliding.sinks and full.sinks
+    assert sliding.rope == full.rope
+    assert (full.rope.type, full.rope.factor, full.rope.truncate) == ("yarn", 32, False)
+    (mlp,) = {layer.mlp for layer in spec.layers}
+    assert isinstance(mlp, MoeSpec)
+    assert (mlp.num_experts, mlp.top_k, mlp.expert.width) == (32, 4, 2880)
+    assert gpu_obstacle(spec) is None
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b"])
@@ -110,7 +132,7 @@ def test_a_shape_without_rows_has_those_of_the_command():
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'qwen' is unknown; allowed: gemma-3-12b, llama-3"):
+    with pytest.raises(ConfigError, match="'qwen' is unknown; allowed: gemma-3-12b, gpt-oss-20b, "):
         shapes.load("qwen")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_steps import Step, make_step
 from inflight_kernels.ops.attention import rope_attend
-from inflight_kernels.ops.attention_operands import AttentionMetadata
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionWeights
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops import transformer
 
@@ -37,7 +37,8 @@ class Projection:
         rope_write_kv(self.qkv, self.rope, kv, q_out=q_out, qk_norm=self.qk_norm, **options)
 
     def attend(self, kv: PagedKV, metadata: AttentionMetadata, out: Tensor, **options) -> None:
-        rope_attend(self.qkv, self.rope, kv, metadata, out, qk_norm=self.qk_norm, **options)
+        weights = AttentionWeights(self.qk_norm, self.step.sinks)
+        rope_attend(self.qkv, self.rope, kv, metadata, out, weights=weights, **options)
 
     def run(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ BOUND = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 @dataclass
 class Step:
-    """Inputs on the GPU; what attention must not read is NaN, or a block that does not exist."""
+    """Inputs on the GPU; what attention must not read is NaN, or a block that does not exist.
+
+    Sinks are [H], or None.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -29,6 +32,7 @@ class Step:
     query_start: Tensor
     seq_lens: Tensor
     scale: float
+    sinks: Tensor | None = None
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -80,7 +84,8 @@ class Step:
         """`options` are those of `metadata`."""
         out = self.out() if out is None else out
         metadata = self.metadata(workspace, **options)
-        attend(self.q, self.kv, metadata, out, history_ready=history_ready, pdl=pdl)
+        ready = history_ready
+        attend(self.q, self.kv, metadata, out, sinks=self.sinks, history_ready=ready, pdl=pdl)
         return out
 
     def definition(self, window: int = 0, soft_cap: float = 0.0) -> Tensor:
@@ -110,7 +115,11 @@ class Step:
             seen = keys <= last
             if window:
                 seen &= keys > last - window
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if self.sinks is not None:  # of a key more, whose value is 0
+                sinks = self.sinks.double()[:, None, None].expand(-1, q_len, 1)
+                scores = torch.cat((scores, sinks), -1)
+            weights = scores.softmax(-1)[..., :kv_len]
             out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
         return out
 
@@ -159,8 +168,22 @@ def make_step(
     )
 
 
+def with_sinks(step: Step, seed: int = 0) -> Step:
+    """The step with a sink for each head, which takes from hardly any to most of the weight."""
+    num_heads = step.heads[0]
+    generator = torch.Generator("cuda").manual_seed(seed)
+    order = torch.randperm(num_heads, generator=generator, device="cuda")
+    return replace(step, sinks=torch.linspace(-4.0, 8.0, num_heads, device="cuda")[order])
+
+
 def error(out: Tensor, expected: Tensor) -> float:
     return float((out.double() - expected).norm() / expected.norm())
+
+
+def head_error(out: Tensor, expected: Tensor) -> float:
+    """The largest `error` of a head, as sinks make the values of some of them small."""
+    pairs = zip(out.unbind(1), expected.unbind(1), strict=True)
+    return max(error(ours, theirs) for ours, theirs in pairs)
 
 
 STEPS = {

@@ -9,12 +9,14 @@ import random
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GptOssConfig
 
+import family
 import tiny
 from eagle3_reference import Head
 from inflight.checkpoint.locate import Checkpoint
@@ -66,6 +68,10 @@ class Rig:
     max_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self.write()
+
+    def write(self) -> None:
+        """Write the checkpoints."""
         weights = tiny.random_weights(self.all_settings)
         for name in weights:
             if "layers" in name and "norm" not in name:
@@ -75,19 +81,34 @@ class Rig:
             name: value + _NOISE * torch.randn(value.shape, generator=generator)
             for name, value in weights.items()
         }
-        head = tiny.random_head(self.all_settings, self.draft_vocab_size)
-        for name in head:
-            if "norm" not in name and name not in ("d2t", "t2d"):
-                head[name] *= 0.5
+        head = self.random_head()
         tiny.write_llama(self.folder / "target", weights, dtype=self.dtype, **self.shape)
         tiny.write_llama(self.folder / "smaller", nearly, dtype=self.dtype, **self.shape)
         own = self.shape | {"num_hidden_layers": 1}
         tiny.write_eagle3(self.folder / "head", head, dtype=self.dtype, **own)
 
+    def random_head(self) -> dict[str, torch.Tensor]:
+        """The tensors of a head."""
+        head = tiny.random_head(self.all_settings, self.draft_vocab_size)
+        for name in head:
+            if "norm" not in name and name not in ("d2t", "t2d"):
+                head[name] *= 0.5
+        return head
+
     @property
     def all_settings(self) -> dict[str, Any]:
         """The target's config.json."""
         return tiny.SETTINGS | self.shape
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        """Those of the head, for its reference."""
+        return self.all_settings
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Whose inputs the head takes: by default, of so few layers."""
+        return (2, 2, 2)
 
     def make_engine(self, drafter: dict[str, Any] | None = None, **settings: Any) -> Engine:
         """An engine for the target.
@@ -133,15 +154,54 @@ class Rig:
         return generate(self.make_engine(), self.requests())
 
 
-def small_rig(folder: Path, max_len: int, **requests: Any) -> Rig:
+class GptOssRig(Rig):
+    """gpt-oss, and a head of vLLM's speculators that norms the hidden states that it fuses.
+
+    All experts of the model are chosen for each token, so that no rounding changes a choice.
+    """
+
+    norms: ClassVar[tuple[str, ...]] = ("norm_before_fc",)
+
+    def write(self) -> None:
+        config = GptOssConfig(
+            **self.all_settings | {"model_type": "gpt_oss", "pad_token_id": 0},
+            num_local_experts=2,
+            num_experts_per_tok=2,
+            sliding_window=family.WINDOW,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+        model = family.make(config, deviation=0.2 * self.scale).to(self.dtype)
+        family.write_folder(model, self.folder / "target")
+        head = tiny.with_norms(self.random_head(), self.norms[0])
+        own = dict.fromkeys(self.norms, True)
+        own["eagle_aux_hidden_state_layer_ids"] = self.aux_layers
+        tiny.write_speculators(self.folder / "head", head, self.dtype, self.shape, **own)
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        return self.all_settings | dict.fromkeys(("norm_before_residual", *self.norms), True)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return (1, 2, 4)
+
+
+class NormedOutputRig(GptOssRig):
+    """The same with the norms of EAGLE-3.1."""
+
+    norms = ("fc_norm", "norm_output")
+
+
+def small_rig(folder: Path, max_len: int, kind: type[Rig] = Rig, **requests: Any) -> Rig:
     """One that a CPU is quick with.
 
     Args:
         folder: of the checkpoints.
         max_len: of a sequence.
+        kind: of the rig.
         requests: attributes of the rig that say how they are, and the engines for them.
     """
-    return Rig(
+    return kind(
         folder=folder,
         shape={
             "num_hidden_layers": NUM_LAYERS,
@@ -171,7 +231,48 @@ ways = pytest.mark.parametrize(
 )
 
 
-class DraftingClaims:
+class HeadClaims:
+    """A head leaves no trace in any output, and drafts what it should."""
+
+    @ways
+    def test_an_eagle3_head_matches_the_reference(self, rig: Rig, way: str) -> None:
+        """As `transformers` and plain torch do, that see whole texts and keep nothing.
+
+        Near-ties aside in bfloat16, where the later drafts follow from the earlier ones; and where
+        a prefix was found, the entry of its last position may be of another next token.
+        """
+        engine = rig.make_engine({"method": "eagle3"}, **rig.ways[way])
+        watched = Watched(engine, rig.expected)
+        assert generate(engine, rig.requests()) == rig.expected
+
+        from transformers import AutoModelForCausalLM
+
+        target = AutoModelForCausalLM.from_pretrained(rig.folder / "target", dtype=torch.float32)
+        target.eval()
+        weights = {
+            name.replace("layers.0.", "midlayer."): value.float()
+            if value.is_floating_point()
+            else value
+            for name, value in load_file(rig.folder / "head" / "model.safetensors").items()
+        }
+        head = Head(weights, rig.head_settings, target.get_input_embeddings().weight.detach())
+        prompts = {one.request_id: one.prompt_ids for one in rig.requests()}
+        exact = rig.dtype == torch.float32
+        depth = NUM_DRAFTS if exact else 2
+        sample = random.Random(4).sample(watched.proposed, 30)
+        right = 0
+        for request_id, done, drafts in sample:
+            token_ids = prompts[request_id] + rig.expected[request_id][:done]
+            with torch.inference_mode():
+                states = target(
+                    torch.tensor([token_ids[:-1]]), output_hidden_states=True
+                ).hidden_states
+            features = torch.cat([states[layer][0] for layer in rig.aux_layers], -1)
+            right += head.drafts(features, token_ids, depth) == drafts[:depth]
+        assert right >= len(sample) * (0.75 if not exact else 0.8 if way == "prefixes" else 1)
+
+
+class DraftingClaims(HeadClaims):
     """No trace in any output, and right each time where the drafter is the model."""
 
     @ways
@@ -214,38 +315,3 @@ class DraftingClaims:
         steps = -(-(rig.max_tokens - 1) // (1 + NUM_DRAFTS))
         assert total >= rig.num_requests // 2 * (rig.max_tokens - 1 - steps)
         assert engine.stats().num_accepted_tokens > total // 4
-
-    @ways
-    def test_an_eagle3_head_matches_the_reference(self, rig: Rig, way: str) -> None:
-        """As `transformers` and plain torch do, that see whole texts and keep nothing.
-
-        Near-ties aside in bfloat16, where the later drafts follow from the earlier ones; and where
-        a prefix was found, the entry of its last position may be of another next token.
-        """
-        engine = rig.make_engine({"method": "eagle3"}, **rig.ways[way])
-        watched = Watched(engine, rig.expected)
-        assert generate(engine, rig.requests()) == rig.expected
-
-        from transformers import AutoModelForCausalLM
-
-        target = AutoModelForCausalLM.from_pretrained(rig.folder / "target", dtype=torch.float32)
-        target.eval()
-        weights = {
-            name: value.float() if value.is_floating_point() else value
-            for name, value in load_file(rig.folder / "head" / "model.safetensors").items()
-        }
-        head = Head(weights, rig.all_settings, target.get_input_embeddings().weight.detach())
-        prompts = {one.request_id: one.prompt_ids for one in rig.requests()}
-        exact = rig.dtype == torch.float32
-        depth = NUM_DRAFTS if exact else 2
-        sample = random.Random(4).sample(watched.proposed, 30)
-        right = 0
-        for request_id, done, drafts in sample:
-            token_ids = prompts[request_id] + rig.expected[request_id][:done]
-            with torch.inference_mode():
-                states = target(
-                    torch.tensor([token_ids[:-1]]), output_hidden_states=True
-                ).hidden_states
-            features = torch.cat([states[tap][0] for tap in (2, 2, 2)], -1)
-            right += head.drafts(features, token_ids, depth) == drafts[:depth]
-        assert right >= len(sample) * (0.75 if not exact else 0.8 if way == "prefixes" else 1)

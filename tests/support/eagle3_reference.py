@@ -49,14 +49,23 @@ class Head:
         x = self._norm(hidden, "midlayer.post_attention_layernorm")
         gate, up = (x @ w[f"midlayer.mlp.{name}_proj.weight"].t() for name in ("gate", "up"))
         x = torch.nn.functional.silu(gate) * up
-        return hidden + x @ w["midlayer.mlp.down_proj.weight"].t()
+        hidden = hidden + x @ w["midlayer.mlp.down_proj.weight"].t()
+        return self._norm(hidden, "norm") if settings.get("norm_output") else hidden
 
     def fuse(self, features: Tensor) -> Tensor:
+        if self.settings.get("norm_before_fc"):
+            features = self._norm(features, "input_norm")
+        if self.settings.get("fc_norm"):
+            parts = features.split(self.settings["hidden_size"], -1)
+            normed = [self._norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
+            features = torch.cat(normed, -1)
         return features.double() @ self.weights["fc.weight"].double().t()
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Of the draft vocabulary: [T, draft_vocab_size]."""
-        return self._norm(hidden, "norm") @ self.weights["lm_head.weight"].double().t()
+        if not self.settings.get("norm_output"):
+            hidden = self._norm(hidden, "norm")
+        return hidden @ self.weights["lm_head.weight"].double().t()
 
     def drafts(self, features: Tensor, token_ids: list[int], count: int) -> list[int]:
         """Greedy ones after a text, of whose tokens all but the last have features."""

@@ -85,9 +85,9 @@ def product(
     chosen = routed.experts[:num_rows].sort().values
     for expert in range(num_experts):
         of_expert = (chosen == expert).nonzero()[:, 0]
-        added = None if bias is None else bias[expert]
+        added = None if bias is None else bias[expert].to(matrices.dtype)
         sums = transformer.linear(taken[of_expert], matrices[expert], added)
-        out[of_expert] = sums if gate == products.PLAIN else _gated(sums, gate)
+        out[of_expert] = (sums if gate == products.PLAIN else _gated(sums, gate)).to(out.dtype)
 
 
 def _gated(sums: Tensor, gate: int) -> Tensor:
@@ -164,7 +164,7 @@ def gate_up(
     chosen, weights = _choose(logits, router)
     taken, matrices, top_k = _exact(x), _exact(layer.weight), chosen.shape[1]
     for pair, expert in enumerate(chosen.flatten().tolist()):
-        added = None if layer.bias is None else layer.bias[expert]
+        added = None if layer.bias is None else layer.bias[expert].to(matrices.dtype)
         row = taken[pair // top_k][None]
         out[pair] = _gated(transformer.linear(row, matrices[expert], added), layer.gate)[0]
     # Experts, then the bits of their weights.
@@ -215,7 +215,7 @@ def down(
         rows_of = quantization.dequantize_rows(*values)
     found = total.float() if adds else torch.zeros(total.shape)
     for pair, expert in enumerate(chosen):
-        added = None if bias is None else bias[expert]
+        added = None if bias is None else bias[expert].to(matrices.dtype)
         output = transformer.linear(rows_of[pair][None], matrices[expert], added)[0]
         found[pair // top_k] += weights[pair // top_k, pair % top_k] * output
     if shared is not None:

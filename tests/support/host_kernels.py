@@ -71,6 +71,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_cuda, "_ACTIVATIONS", _ACTIVATIONS)
     for op in (norm_columns, scale_cap):
         monkeypatch.setattr(decoder_cuda, op.__name__, op)
+    monkeypatch.setattr(eagle3_cuda, "norm_columns", norm_columns)
     monkeypatch.setattr(residual, "add_norm", add_norm)
     for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
@@ -487,7 +488,7 @@ class HostScaledLinear:
         self, weight: ScaledRows, bias: Tensor | None, inputs: QuantizedInputs, invariant: bool
     ) -> None:
         self.weight = weight
-        self._bias = bias
+        self._bias = None if bias is None else bias.float()  # sums are in float32
         self._inputs = inputs
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
@@ -640,7 +641,13 @@ def _read(cache: KVMemory, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q: Tensor, kv: PagedKV, metadata: HostAttentionMetadata, out: Tensor, **settings: object
+    q: Tensor,
+    kv: PagedKV,
+    metadata: HostAttentionMetadata,
+    out: Tensor,
+    *,
+    sinks: Tensor | None,
+    **settings: object,
 ) -> None:
     out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
     for first, end, length, blocks, mask in metadata.chunks(kv.k_cache.shape[1]):
@@ -648,7 +655,7 @@ def attend(
             _read(cache, blocks, q.dtype).flatten(0, 1)[:length].transpose(0, 1)
             for cache in (kv.k_cache, kv.v_cache)
         )
-        if metadata.spec.soft_cap:
+        if metadata.spec.soft_cap or sinks is not None:
             found = transformer.unfused_attention(
                 q[first:end].transpose(0, 1)[None],
                 keys[None],
@@ -656,6 +663,7 @@ def attend(
                 mask,
                 metadata.spec.scale,
                 metadata.spec.soft_cap,
+                None if sinks is None else sinks[:, None, None],
                 is_causal=False,
             )
             out[first:end] = found[0].transpose(0, 1).reshape(end - first, -1)

@@ -60,7 +60,8 @@ class QuantizedStep:
         metadata = self.metadata(workspace, dequantized, **spec)
         if workspace is not None and not history_ready:
             plan(metadata, pdl=pdl)
-        attend(plain.q, self.kv, metadata, out, history_ready=history_ready, pdl=pdl)
+        ready = history_ready
+        attend(plain.q, self.kv, metadata, out, sinks=plain.sinks, history_ready=ready, pdl=pdl)
         return out
 
     @property

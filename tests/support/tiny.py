@@ -155,6 +155,23 @@ def random_head(
     return head
 
 
+def with_norms(head: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """A head with norms of the hidden states that it fuses.
+
+    Args:
+        head: with none.
+        kind: of the norms, as config.json has it: `norm_before_fc` or `fc_norm`.
+    """
+    hidden, width = head["fc.weight"].shape
+    random = torch.Generator().manual_seed(1)
+    if kind == "norm_before_fc":
+        return head | {"input_norm.weight": 1 + 0.1 * torch.randn(width, generator=random)}
+    return head | {
+        f"fc_norm.{index}.weight": 1 + 0.1 * torch.randn(hidden, generator=random)
+        for index in range(width // hidden)
+    }
+
+
 def write_eagle3(
     folder: Path,
     head: dict[str, torch.Tensor],
@@ -175,6 +192,29 @@ def write_eagle3(
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return Checkpoint(folder, "huggingface")
+
+
+def write_speculators(
+    folder: Path,
+    head: dict[str, torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+    shape: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Checkpoint:
+    """Write a head in the form of vLLM's speculators: config.json with SETTINGS and this shape for
+    its layer, and changes beside it."""
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in head.items()}
+    checkpoint = write_eagle3(folder, renamed, dtype)
+    inner = SETTINGS | (shape or {}) | {"num_hidden_layers": 1, "architectures": None}
+    outer = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": len(head["lm_head.weight"]),
+        "norm_before_residual": True,
+        "transformer_layer_config": inner,
+    }
+    (folder / "config.json").write_text(json.dumps(outer | changes))
+    return checkpoint
 
 
 def make_runner(checkpoint: Checkpoint, **settings: Any) -> Runner:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers import Gemma3TextConfig, GptOssConfig, MistralConfig, Qwen2Config
 
 import family
 from inflight.checkpoint.locate import Checkpoint
@@ -30,6 +30,17 @@ MODELS: dict[str, Any] = {
     "1 of 4 layers": (
         Qwen2Config,
         {"sliding_window": family.WINDOW, "use_sliding_window": True, "max_window_layers": 3},
+    ),
+    "3 of 4 layers, with sinks": (
+        GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": family.WINDOW,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "pad_token_id": 0,
+        },
     ),
     "all layers": (MistralConfig, {"sliding_window": family.WINDOW}),
 }

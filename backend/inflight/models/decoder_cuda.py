@@ -50,6 +50,7 @@ from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight.models.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight_kernels.ops import activation
+from inflight_kernels.ops.attention_operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.linear.operands import Input
 from inflight_kernels.ops.logits import scale_cap
@@ -118,15 +119,14 @@ def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:
         raise ConfigError(f"{path}: {obstacle}; use device: cpu")
 
 
-def _qk_norm(
+def _attention_weights(
     own: LayerWeights[CudaWeight, CudaExperts], spec: ModelSpec, index: int
-) -> QkNorm | None:
-    """The norm that the RoPE kernels apply to each head; None without it."""
-    if own.q_norm is None or own.k_norm is None:
-        return None
-    if spec.layers[index].attention.qk_norm != "head":
-        return None
-    return QkNorm(own.q_norm.weight, own.k_norm.weight, spec.norm_eps)
+) -> AttentionWeights:
+    """What the attention kernels take; their norm is that of each head."""
+    q_norm, k_norm = own.q_norm, own.k_norm
+    if spec.layers[index].attention.qk_norm != "head" or q_norm is None or k_norm is None:
+        return AttentionWeights(None, own.sinks)
+    return AttentionWeights(QkNorm(q_norm.weight, k_norm.weight, spec.norm_eps), own.sinks)
 
 
 _ACTIVATIONS: dict[tuple[Activation, bool], Callable[..., None]] = {
@@ -274,8 +274,8 @@ class Decoder:
         self._first_layer_of = [
             self._attention_of.index(index) for index in range(len(spec.attentions))
         ]
-        self._qk_norms = [
-            _qk_norm(own, spec, index) for index, own in enumerate(self.weights.layers)
+        self._attention_weights = [
+            _attention_weights(own, spec, index) for index, own in enumerate(self.weights.layers)
         ]
         self._residual, self._last = (
             residual_stream(spec, count, dtype, device)
@@ -340,8 +340,11 @@ class Decoder:
             shared.begin(inputs, size, cache.table_of[first])
             for shared, first in zip(self._attentions, self._first_layer_of, strict=True)
         ]
-        layers = zip(weights.layers, self._attention_of, self._qk_norms, cache.layers, strict=True)
-        for index, (own, which, qk_norm, pair) in enumerate(islice(layers, last + 1)):
+        layers = zip(
+            *(weights.layers, self._attention_of, self._attention_weights, cache.layers),
+            strict=True,
+        )
+        for index, (own, which, learned, pair) in enumerate(islice(layers, last + 1)):
             x = self._norm(residual, own.attention_norm, own.qkv, num_tokens)
             for aux in aux_layers.get(index, ()):
                 aux[:num_tokens].copy_(residual.hidden[:num_tokens])
@@ -349,9 +352,9 @@ class Decoder:
             self._norm_whole_rows(own, spec.layers[index].attention, qkv)
             kv = PagedKV(*pair)
             if index == last and not num_kept:
-                passes[which].write(qkv, kv, qk_norm)
+                passes[which].write(qkv, kv, learned)
                 return
-            passes[which].layer(qkv, kv, attended[:num_tokens], qk_norm)
+            passes[which].layer(qkv, kv, attended[:num_tokens], learned)
             num_left = num_tokens
             if index == last and num_kept < num_tokens:
                 num_left, kept = num_kept, inputs.sample_rows[:num_kept]

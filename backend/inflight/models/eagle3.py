@@ -10,6 +10,9 @@ ones.
     hidden += mlp(post_attention_layernorm(hidden))
     logits = lm_head(norm(hidden))
 
+Some heads norm the features before `fc`, all at once (`input_norm`) or those of each layer
+(`fc_norm.N`), or keep hidden = norm(hidden) for the next position.
+
 Format, as of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, of SGLang (python/sglang/srt/models/
 llama_eagle3.py) and vLLM (vllm/model_executor/models/llama_eagle3.py): safetensors with the names
 above, `midlayer.` or `layers.0.` before those of the layer. q, k and v take 2 * hidden_size inputs.
@@ -65,6 +68,7 @@ class HeadWeights(Generic[L]):
 
     Attributes:
         embedding: [V, hidden_size].
+        feature_norms: norms of consecutive columns of what `fuse` takes; empty for none.
         fuse: fc, [hidden_size, len(aux_layers) * target_hidden_size].
         embedding_norm, hidden_norm: norms of the two halves of q, k and v's input.
         embedding_qkv, hidden_qkv: the columns of q | k | v for these halves.
@@ -73,6 +77,7 @@ class HeadWeights(Generic[L]):
     """
 
     embedding: Tensor
+    feature_norms: list[Tensor]
     fuse: L
     embedding_norm: Tensor
     hidden_norm: Tensor
@@ -125,7 +130,12 @@ class Head:
 
     def fuse(self, features: Tensor) -> Tensor:
         """Project the target's [T, len(aux_layers) * target_hidden_size] to [T, hidden_size]."""
-        return self._weights.fuse(features)
+        weights, eps = self._weights, self.spec.layer.norm_eps
+        if weights.feature_norms:
+            parts = torch.split(features, [len(norm) for norm in weights.feature_norms], -1)
+            pairs = zip(parts, weights.feature_norms, strict=True)
+            features = torch.cat([ops.rms_norm(part, norm, eps)[0] for part, norm in pairs], -1)
+        return weights.fuse(features)
 
     def forward(
         self,
@@ -163,13 +173,15 @@ class Head:
         ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
         x = weights.out(ops.attend(q, k_cache, v_cache, plan, attention.scale))
         x, residual = ops.rms_norm(x, weights.mlp_norm, eps, residual)
-        return residual + weights.down(ops.silu_mul(weights.gate_up(x)))
+        hidden = residual + weights.down(ops.silu_mul(weights.gate_up(x)))
+        return ops.rms_norm(hidden, weights.norm, eps)[0] if self.spec.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the target's tokens [s, vocab_size] float32 from hidden states [s, ...]."""
         weights, layer = self._weights, self.spec.layer
-        normed, _ = ops.rms_norm(hidden, weights.norm, layer.norm_eps)
-        logits = weights.head(normed).float()
+        if not self.spec.norm_output:
+            hidden, _ = ops.rms_norm(hidden, weights.norm, layer.norm_eps)
+        logits = weights.head(hidden).float()
         if weights.targets is None:
             return logits
         whole = torch.full((len(logits), layer.vocab_size), UNDRAFTABLE)
@@ -211,6 +223,7 @@ def load_head(
     qkv = [f"midlayer.self_attn.{name}_proj" for name in "qkv"]
     return HeadWeights(
         embedding=embedding,
+        feature_norms=[norm(name) for name, _ in spec.feature_norms],
         fuse=linear("fc"),
         embedding_norm=norm("midlayer.input_layernorm"),
         hidden_norm=norm("midlayer.hidden_norm"),
@@ -233,6 +246,7 @@ def head_shapes(spec: Eagle3Spec) -> dict[str, Shape]:
     q_width, kv_width = layer.layers[0].attention.q_width, layer.layers[0].attention.kv_width
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     return {
+        **{f"{name}.weight": (width,) for name, width in spec.feature_norms},
         "fc.weight": (hidden, len(spec.aux_layers) * spec.target_hidden_size),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),

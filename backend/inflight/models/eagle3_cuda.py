@@ -23,8 +23,10 @@ from inflight.models.experts_cuda import CudaExperts
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.loader import ModelWeights, Progress
+from inflight_kernels.ops.attention_operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV
 
 
@@ -88,7 +90,14 @@ class Head:
         )
 
     def fuse(self, features: Tensor, num_tokens: int) -> None:
-        """Project the target's hidden states [T or more, len(aux_layers) * ...] into `hidden`."""
+        """Project the target's hidden states [T or more, len(aux_layers) * ...] into `hidden`.
+
+        They are normed in place before, if the head has norms of them.
+        """
+        first = 0
+        for norm in self._weights.feature_norms:
+            norm_columns(features[:num_tokens], first, norm, self.spec.layer.norm_eps, pdl=True)
+            first += len(norm)
         self._weights.fuse.product(features, self.hidden, num_tokens)
 
     def take(self, rows: Tensor) -> None:
@@ -126,18 +135,24 @@ class Head:
         weights.hidden_qkv.add(buffers.normed, buffers.qkv, num_tokens)
         if self.spec.norm_before_residual:
             taken.copy_(normed)
-        attention.layer(qkv, PagedKV(*pair), buffers.attended[:num_tokens], None)
+        attended = buffers.attended[:num_tokens]
+        attention.layer(qkv, PagedKV(*pair), attended, AttentionWeights())
         weights.out.add(buffers.attended, hidden, num_tokens)
         rms_norm(taken, weights.mlp_norm, eps, out=normed, pdl=True)
         weights.gate_up.gated(buffers.normed, gate_up, gated, num_tokens)
         weights.down.add(gated, hidden, num_tokens)
+        if self.spec.norm_output:
+            rms_norm(taken, weights.norm, eps, out=taken, pdl=True)
 
     def score(self, num_rows: int) -> None:
         """Compute `logits` from the first rows of `drafted`."""
         weights, taken = self._weights, self.drafted[:num_rows]
-        normed = self._buffers.normed[:num_rows]
-        rms_norm(taken, weights.norm, self.spec.layer.norm_eps, out=normed, pdl=True)
-        weights.head.product(self._buffers.normed, self._scores, num_rows)
+        normed = self.drafted
+        if not self.spec.norm_output:
+            normed = self._buffers.normed
+            eps = self.spec.layer.norm_eps
+            rms_norm(taken, weights.norm, eps, out=normed[:num_rows], pdl=True)
+        weights.head.product(normed, self._scores, num_rows)
         if weights.targets is not None and not weights.targets.is_meta:  # else recorded
             scores = self._scores[:num_rows]
             self.logits[:num_rows].index_copy_(1, weights.targets, scores)

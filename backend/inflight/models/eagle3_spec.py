@@ -24,6 +24,9 @@ class Eagle3Spec:
             denotes the last layer's output.
         norm_before_residual: whether the residual branch takes the hidden states after their norm
             instead of before it.
+        feature_norms: names and widths of the norms of the target's hidden states, side by side,
+            before they are fused: one over all of them, one for each of aux_layers, or none.
+        norm_output: whether the next position takes the head's hidden state after its last norm.
     """
 
     layer: ModelSpec
@@ -31,6 +34,8 @@ class Eagle3Spec:
     target_hidden_size: int
     aux_layers: tuple[int, ...]
     norm_before_residual: bool = False
+    feature_norms: tuple[tuple[str, int], ...] = ()
+    norm_output: bool = False
 
 
 def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
@@ -40,7 +45,8 @@ def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
     config.json with draft_vocab_size; `eagle_config` may give the auxiliary layers by the index of
     the layer whose output is used, one less than aux_layers here. The format of vLLM's speculators
     (vllm/transformers_utils/configs/speculators/algos.py) has the Llama settings in
-    `transformer_layer_config`, and indices as here.
+    `transformer_layer_config`, and indices as here. Either may have further norms: those of
+    EAGLE-3.1 (arXiv:2605.09992), or one over all hidden states, as heads of gpt-oss have.
 
     Raises:
         ConfigError: unreadable, not an EAGLE-3 head, or for another model than the target.
@@ -58,6 +64,7 @@ def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
         if raw.flag(field):
             raise raw.error(f"{field}: true is not supported; allowed: false")
     layer = replace(model, layers=model.layers[:1])
+    aux_layers = _aux_layers(outer, target.num_layers)
     if layer.vocab_size != target.vocab_size:
         raise raw.error(
             f"vocab_size: {layer.vocab_size}; it must equal that of the model, {target.vocab_size}"
@@ -77,8 +84,10 @@ def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target_hidden_size,
-        aux_layers=_aux_layers(outer, target.num_layers),
+        aux_layers=aux_layers,
         norm_before_residual=outer.flag("norm_before_residual", nested is not None),
+        feature_norms=_feature_norms(outer, len(aux_layers), target_hidden_size),
+        norm_output=_norm_flag(outer, "norm_output"),
     )
 
 
@@ -96,10 +105,29 @@ def _check_kind(outer: CheckedFields, raw: CheckedFields) -> None:
                 "quantization_config: quantised EAGLE-3 heads are not supported; use the "
                 "unquantised head"
             )
-    if raw.get("model_type", "llama") != "llama":
+    # Configs of SpecForge for gpt-oss have its model_type, with a layer of Llama or, under another
+    # name of the architecture, of gpt-oss.
+    kinds = {"llama", "gpt_oss"} if any("Llama" in str(name) for name in names) else {"llama"}
+    if raw.get("model_type", "llama") not in kinds:
         raise raw.error(
             f"the architecture {raw.get('model_type')!r} is not supported; allowed: llama"
         )
+
+
+def _norm_flag(outer: CheckedFields, key: str) -> bool:
+    """Whether a head has a norm beyond those of all; some have the key in `eagle_config`."""
+    inner = outer.get("eagle_config") or {}
+    return outer.flag(key, bool(inner.get(key, False)))
+
+
+def _feature_norms(outer: CheckedFields, count: int, width: int) -> tuple[tuple[str, int], ...]:
+    """See `Eagle3Spec`, for so many auxiliary layers of so many columns."""
+    one, each = (_norm_flag(outer, key) for key in ("norm_before_fc", "fc_norm"))
+    if one and each:
+        raise outer.error("norm_before_fc and fc_norm: both are true; allowed: one of them")
+    if one:
+        return (("input_norm", count * width),)
+    return tuple((f"fc_norm.{index}", width) for index in range(count)) if each else ()
 
 
 def _aux_layers(raw: CheckedFields, num_layers: int) -> tuple[int, ...]:
@@ -111,7 +139,11 @@ def _aux_layers(raw: CheckedFields, num_layers: int) -> tuple[int, ...]:
             raise raw.error("eagle_config: use_aux_hidden_state: false is not supported")
         ids = inner.get(key)
         # The authors' default, documented only by their code.
-        aux_layers = [2, num_layers // 2, num_layers - 3] if ids is None else [i + 1 for i in ids]
+        aux_layers = [2, num_layers // 2, num_layers - 3]
+        if ids:
+            # No layer has the index num_layers: then they are as here, as those of
+            # nvidia/gpt-oss-120b-Eagle3-v3.
+            aux_layers = ids if num_layers in ids else [i + 1 for i in ids]
     whole = isinstance(aux_layers, list) and all(isinstance(tap, int) for tap in aux_layers)
     if not whole or not aux_layers or not all(0 <= tap <= num_layers for tap in aux_layers):
         raise raw.error(

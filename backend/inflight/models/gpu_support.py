@@ -43,7 +43,6 @@ def _obstacles(layer: LayerSpec, max_len: int) -> list[tuple[bool, str]]:
             "queries is",
         ),
         (attention.qk_norm == "heads", "a norm of q and k with weights for each head is"),
-        (attention.sinks, "attention with sinks is"),
         *(_moe_obstacles(layer.mlp) if isinstance(layer.mlp, MoeSpec) else ()),
         (attention.norm_after_rope, "a norm of q and k after RoPE is"),
     ]

@@ -39,11 +39,12 @@ from inflight_kernels.ops.attention_operands import (
     DEQUANTIZED_BLOCK,
     AttentionMetadata,
     AttentionParams,
+    AttentionWeights,
     DequantizedKV,
     current_gpu,
     heads_of,
 )
-from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, check_rows, norm_arguments
+from inflight_kernels.ops.rope import PagedKV, RopeInputs, check_rows, norm_arguments
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
     BYTE_TYPES,
@@ -136,6 +137,7 @@ def attend(
     metadata: AttentionMetadata,
     out: Tensor,
     *,
+    sinks: Tensor | None = None,
     history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
@@ -150,6 +152,7 @@ def attend(
         kv: of the layer.
         metadata: of the step.
         out: [T, H, D] or [T, H * D].
+        sinks: see `AttentionWeights`.
         history_ready: an earlier `attend` or `rope_attend` of this plan is on the stream, and
             everything that this one reads was written before that launch, except q and the keys
             and values of the tokens of q, which no other chunk may attend to. It is then read
@@ -163,19 +166,20 @@ def attend(
             planned.
     """
     _check_queries(q, metadata)
+    AttentionWeights(sinks=sinks).check_fits(metadata.spec)
     storage = _check_layer(q, kv, metadata, out, history_ready)
     if not metadata.planned:
         plan(metadata, pdl=pdl)
     for part in metadata.parts:
         if isinstance(part.shape, HopperShape):
-            _attend_on_hopper(part, part.shape.name(storage), q, kv, metadata, out, pdl)
+            _attend_on_hopper(part, part.shape.name(storage), q, kv, metadata, out, sinks, pdl)
             continue
         kernel(part.shape.stem, part.shape.name(storage))(
             part.num_shares,
             part.shape.threads,
             q,
             *kv.values,
-            *_arguments(part, q, kv, metadata, metadata.block_tables, out),
+            *_arguments(part, q, kv, metadata, metadata.block_tables, out, sinks),
             history_ready,
             shared=part.shape.shared_bytes,
             pdl=pdl,
@@ -189,7 +193,7 @@ def rope_attend(
     metadata: AttentionMetadata,
     out: Tensor,
     *,
-    qk_norm: QkNorm | None = None,
+    weights: AttentionWeights | None = None,
     history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
@@ -199,8 +203,9 @@ def rope_attend(
     with a negative slot is not written to the cache, but attended to.
 
     Args:
-        qkv, rope, qk_norm: see `rope_write_kv`; T = n, though the last chunks may have no token.
+        qkv, rope: see `rope_write_kv`; T = n, though the last chunks may have no token.
         kv, metadata, out: see `attend`.
+        weights: of the layer; None for none.
         history_ready: see `attend`; covers positions and slot_mapping too.
         pdl: see `Kernel`.
 
@@ -212,8 +217,8 @@ def rope_attend(
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     check_rows("qkv", qkv, (num_tokens, width), qkv.dtype)
     rope.check_fits(num_tokens, spec.head_dim)
-    if qk_norm is not None:
-        qk_norm.check_fits(spec.head_dim)
+    weights = weights or AttentionWeights()
+    weights.check_fits(spec)
     storage = _check_layer(qkv, kv, metadata, out, history_ready)
     found = _only_part(metadata)
     if found is None:
@@ -221,18 +226,18 @@ def rope_attend(
     part, shape = found
     if not metadata.planned:
         plan(metadata, pdl=pdl)
-    kernel("attention", shape.rotating_name(storage, qk_norm is not None))(
+    kernel("attention", shape.rotating_name(storage, weights.qk_norm is not None))(
         part.num_shares,
         shape.threads,
         qkv,
         *kv.values,
-        *_arguments(part, qkv, kv, metadata, metadata.block_tables, out),
+        *_arguments(part, qkv, kv, metadata, metadata.block_tables, out, weights.sinks),
         history_ready,
         rope.slot_mapping,
         rope.positions,
         rope.cos,
         rope.sin,
-        *norm_arguments(qk_norm, qkv),
+        *norm_arguments(weights.qk_norm, qkv),
         shared=shape.shared_bytes,
         pdl=pdl,
     )
@@ -314,6 +319,7 @@ def _attend_on_hopper(
     kv: PagedKV,
     metadata: AttentionMetadata,
     out: Tensor,
+    sinks: Tensor | None,
     pdl: bool,
 ) -> None:
     """Launch the kernel for chunks with many rows, of a cache in q's type or a copy of it."""
@@ -329,7 +335,7 @@ def _attend_on_hopper(
         _tensor_map(k_cache),
         _tensor_map(v_cache),
         v_cache,
-        *_arguments(part, q, kv, metadata, block_tables, out),
+        *_arguments(part, q, kv, metadata, block_tables, out, sinks),
         Int64(metadata.workspace.data_ptr() + part.queue),
         shared=part.shape.shared_bytes,
         pdl=pdl,
@@ -440,6 +446,7 @@ def _arguments(
     metadata: AttentionMetadata,
     block_tables: Tensor,
     out: Tensor,
+    sinks: Tensor | None,
 ) -> tuple[object, ...]:
     """A kernel's arguments from `out` to `slots`."""
     spec, base = metadata.spec, metadata.workspace.data_ptr()
@@ -456,6 +463,7 @@ def _arguments(
         float(spec.scale),
         float(spec.soft_cap),
         spec.window or _NO_WINDOW,
+        Int64(0) if sinks is None else sinks,
         Int64(base + part.items),
         Int64(base + part.shares),
         Int64(base + part.arrivals),

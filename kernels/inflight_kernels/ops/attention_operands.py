@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS, Gpu, Heads, Part, parts
+from inflight_kernels.ops.rope import QkNorm
 from inflight_kernels.runtime.launch import BYTE_TYPES, check, is_hopper, num_multiprocessors
 
 BLOCK_SIZES = (16, 32, 64)
@@ -76,6 +77,31 @@ class AttentionParams:
     def heads(self) -> Heads:
         """What the dispatch knows of them."""
         return heads_of(self.num_heads, self.num_kv_heads, self.head_dim, self.kv_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """What a layer's attention has learned, apart from its linear layers.
+
+    Attributes:
+        qk_norm: of each head of q and k; None for no norm.
+        sinks: [H] float32, for each head the score of a further key whose value is 0; None for no
+            such keys.
+    """
+
+    qk_norm: QkNorm | None = None
+    sinks: Tensor | None = None
+
+    def check_fits(self, spec: AttentionParams) -> None:
+        """Check the weights for such heads.
+
+        Raises:
+            ValueError: one of them has the wrong shape or type.
+        """
+        if self.qk_norm is not None:
+            self.qk_norm.check_fits(spec.head_dim)
+        if self.sinks is not None:
+            check("sinks", self.sinks, (spec.num_heads,), torch.float32, vectors=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,41 @@ def test_gemma_3_12b_starts_and_runs_with_two_block_tables_on_an_h200(record: Re
     assert set(launched) <= set(ahead)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}, {"batch_invariant": True}],
+    ids=["bfloat16", "fp8", "batch-invariant"],
+)
+def test_gpt_oss_20b_starts_and_runs_with_two_block_tables_on_an_h200(
+    record: Record, settings: dict[str, Any]
+) -> None:
+    """Its hidden size, 2880, is no multiple of what kernels multiply at once."""
+    launched, ahead = record()
+    config = EngineConfig(
+        model=str(SHAPES / "gpt-oss-20b"),
+        device="cuda",
+        random_weights=True,
+        max_model_len=8192,
+        **settings,
+    )
+    runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
+    assert runner.kv_tables.spans == (16, 16)
+    for chunks, length in ((1, 1), (2, 1), (200, 1), (1, 17), (1, 100), (1, 500), (1, 3000)):
+        sequences = []
+        for index in range(chunks):
+            sequence = Sequence(Request(index, [5] * length, SamplingParams()), 100)
+            sequence.tables = [list(range(512)), list(range(512, 1024))]
+            sequence.capacity = 8192
+            sequences.append(sequence)
+        runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences]))
+        for sequence in sequences:
+            sequence.generation += 1  # it has gone
+    assert set(launched) <= set(ahead) <= COMPILED
+    stems = {stem for stem, _ in launched}
+    assert {"attention", "experts_hopper", "route", "rows"} <= stems
+    assert ("attention_hopper" in stems) == (not config.batch_invariant)
+
+
 @pytest.mark.parametrize(("kv_dtype", "cached"), [("fp8", "Fp8"), ("int8", "Int8")])
 @pytest.mark.parametrize("model", ["gemma-3-12b", "llama-3.1-8b"])
 def test_a_kv_cache_of_8_bits_has_kernels_and_twice_the_room(

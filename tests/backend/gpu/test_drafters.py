@@ -11,7 +11,14 @@ import pytest
 import torch
 
 import tiny
-from device_drafting import NUM_LAYERS, DraftingClaims, Rig
+from device_drafting import (
+    NUM_LAYERS,
+    DraftingClaims,
+    GptOssRig,
+    HeadClaims,
+    NormedOutputRig,
+    Rig,
+)
 from inflight.checkpoint.locate import Checkpoint
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
 from inflight.models.registry import read_spec
@@ -19,10 +26,9 @@ from inflight.models.registry import read_spec
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    return Rig(
-        folder=tmp_path_factory.mktemp("models"),
+def make_rig(folder: Path, kind: type[Rig]) -> Rig:
+    return kind(
+        folder=folder,
         shape={
             "vocab_size": 1024,
             "hidden_size": 256,
@@ -59,8 +65,20 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     )
 
 
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return make_rig(tmp_path_factory.mktemp("models"), Rig)
+
+
 class TestDrafts(DraftingClaims):
     pass
+
+
+class TestHeadsOfGptOss(HeadClaims):
+    @pytest.fixture(scope="class", params=[GptOssRig, NormedOutputRig])
+    @classmethod
+    def rig(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+        return make_rig(tmp_path_factory.mktemp("gpt-oss"), request.param)
 
 
 def test_model_and_drafter_share_the_card(rig: Rig) -> None:

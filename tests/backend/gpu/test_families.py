@@ -18,6 +18,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
@@ -41,13 +42,17 @@ from transformers import (
 )
 
 import family
+from clear_routing import make_clear
+from family_gpu import TEXTS
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
+from inflight.models.gpu_support import has_experts
+from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
-from mixed_step import CHUNKS, EVERY_ROW, make_model, run
+from mixed_step import EVERY_ROW, make_model, run
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +90,15 @@ GROUPS = {
     "use_qk_norm": True,
 }
 LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 
 ZERO_CENTERED = ("gemma", "gemma2", "gemma3", "nemotron")
 
@@ -132,19 +146,21 @@ CONFIGS = {
         **QWEN2 | LOCAL | PAD, shared_intermediate_size=160
     ),
     "glm4_moe": Glm4MoeConfig(**SHAPE | GROUPS | PAD),
+    "gpt_oss": GptOssConfig(**SHAPE | LOCAL | PAD, **WINDOW, rope_parameters=YARN_OF_GPT_OSS),
+    "gpt_oss, groups of 8": GptOssConfig(
+        **SHAPE | LOCAL | PAD | {"num_attention_heads": 16},
+        **WINDOW,
+        rope_parameters=YARN_OF_GPT_OSS,
+    ),
 }
 MIXTURES = {name for name, config in CONFIGS.items() if hasattr(config, "num_experts_per_tok")}
-"""Where values that are rounded the other way may choose another expert, which changes this token
-and all after it. Of transformers' own logits in bfloat16, 45 to 100 % agree with float64's.
-"""
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Checkpoint, Any, float]:
-    """A checkpoint in bfloat16, the same weights in float64, and the share of tokens whose logits
-    must agree."""
+) -> tuple[Checkpoint, Any]:
+    """A checkpoint in bfloat16, and the same weights in float64."""
     config: transformers.PretrainedConfig = CONFIGS[request.param]
     norm_mean = 0.0 if request.param in ZERO_CENTERED else 1.0
     model = family.make(config, deviation=0.1, norm_mean=norm_mean).bfloat16()
@@ -156,36 +172,32 @@ def made(
                 parameter *= 0.25
     folder: Path = tmp_path_factory.mktemp("model")
     checkpoint = family.write_folder(model, folder)
-    if request.param in MIXTURES:
-        model.set_experts_implementation("eager")  # the default has no float64
-    return checkpoint, model.double(), 0.4 if request.param in MIXTURES else 1.0
+    if request.param not in MIXTURES:
+        return checkpoint, model.double()
+    model.set_experts_implementation("eager")  # the default has no float64
+    make_clear(model.double(), read_spec(checkpoint), TEXTS)
+    return family.write_folder(model.bfloat16(), folder), model.double()
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits_of_chunks_are_those_of_transformers(
-    made: tuple[Checkpoint, Any, float], batch_invariant: bool
+    made: tuple[Checkpoint, Any], batch_invariant: bool
 ) -> None:
-    checkpoint, model, share = made
+    checkpoint, model = made
     decoder = make_model(checkpoint, torch.bfloat16, torch.device("cuda"), batch_invariant)
     logits, _ = run(decoder, EVERY_ROW)
-    first = 0
-    agree = []
-    for chunk, (start, end) in enumerate(CHUNKS[:2]):  # the third one has a history of noise
-        tokens = [(7 * chunk + 11 * position) % 160 for position in range(start, end)]
-        expected = family.reference_logits(model, tokens)
-        ours = logits[first : first + end].double().cpu()
-        # bfloat16 rounds what goes through 4 layers; logits have a deviation of 1.6 or so.
-        agree.append(torch.isclose(ours, expected, atol=0.15, rtol=0.03).all(1))
-        first += end
-    assert torch.cat(agree).double().mean() >= share
+    expected = torch.cat([family.reference_logits(model, text) for text in TEXTS])
+    ours = logits[: len(expected)].double().cpu()
+    # bfloat16 rounds what goes through 4 layers; logits have a deviation of 1.6 or so.
+    torch.testing.assert_close(ours, expected, atol=0.15, rtol=0.03)
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2, 7])
 def test_decoding_keeps_to_the_most_probable_tokens(
-    made: tuple[Checkpoint, Any, float], num_prompts: int
+    made: tuple[Checkpoint, Any], num_prompts: int
 ) -> None:
     """One and two sequences take the kernel that rotates by itself, more of them the other one."""
-    checkpoint, model, share = made
+    checkpoint, model = made
     config = EngineConfig(
         model=str(checkpoint.path), device="cuda", num_blocks=256, max_num_seqs=8, max_model_len=128
     )
@@ -199,4 +211,5 @@ def test_decoding_keeps_to_the_most_probable_tokens(
         logits = family.reference_logits(model, text)[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(outputs[index])[:, None]).squeeze(1)
         gaps = logits.amax(1) - chosen
-        assert gaps.quantile(0.75 if share < 1 else 1.0) < 0.3, gaps
+        # The routers of mixtures are made for other texts than these.
+        assert gaps.quantile(0.75 if has_experts(spec.layers[-1]) else 1.0) < 0.3, gaps

@@ -11,14 +11,18 @@ import torch.nn.functional as F
 from transformers import (
     CohereConfig,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     NemotronConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 import family
+import family_gpu
 import quantized_models
+from clear_routing import make_clear
 from guarded import relative_error
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, Quantization
@@ -31,7 +35,7 @@ from inflight.models.quantization.weight_only_cuda import CudaWeightOnlyLinear, 
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
-from mixed_step import CHUNKS, EVERY_ROW, SAMPLED, make_model, run
+from mixed_step import EVERY_ROW, SAMPLED, make_model, run
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +51,15 @@ CONFIGS: dict[str, Any] = {
     "cohere, parallel": CohereConfig(**NO_RMS | TIED),
     "nemotron, without a gate": NemotronConfig(**NO_RMS),
 }
+EXPERTS = {"num_experts_per_tok": 2, "pad_token_id": 0}
+MIXTURES: dict[str, Any] = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE | EXPERTS, num_experts=8, moe_intermediate_size=128, norm_topk_prob=True
+    ),
+    "gpt_oss, biased": GptOssConfig(
+        **SHAPE | EXPERTS, num_local_experts=8, sliding_window=family.WINDOW
+    ),
+}
 CUDA = torch.device("cuda")
 
 
@@ -61,11 +74,7 @@ def _made(config: Any, folder: Path) -> tuple[Checkpoint, Any]:
 
 def _reference(model: Any) -> torch.Tensor:
     """Logits of the chunks without a history of noise."""
-    texts = (
-        [(7 * chunk + 11 * position) % 160 for position in range(end)]
-        for chunk, (_, end) in enumerate(CHUNKS[:2])
-    )
-    return torch.cat([family.reference_logits(model, text) for text in texts])
+    return torch.cat([family.reference_logits(model, text) for text in family_gpu.TEXTS])
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -86,6 +95,28 @@ def test_logits_are_those_of_transformers_with_rounded_values(
     found = logits[: len(expected)].double().cpu()
     # bfloat16 rounds on the way, which turns values of 8 bits into their neighbours: the errors
     # differ from the reference's, but are as large.
+    ratio = float((found - exact).norm() / (expected - exact).norm())
+    assert 0.75 < ratio < 1.3, ratio
+    assert (found - expected).norm() < (exact - expected).norm(), "no closer than without rounding"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("config", MIXTURES.values(), ids=list(MIXTURES))
+def test_mixtures_compute_what_those_on_cpus_do(
+    tmp_path: Path, config: Any, kind: Quantization, batch_invariant: bool
+) -> None:
+    checkpoint, model = _made(config, tmp_path)
+    model.set_experts_implementation("eager")
+    make_clear(model, read_spec(checkpoint), family_gpu.TEXTS)
+    checkpoint = family.write_folder(model.bfloat16(), tmp_path)
+    exact, texts = _reference(model.double()), family_gpu.TEXTS
+    whole = [[(index, 0, len(text)) for index, text in enumerate(texts)]]
+    expected = torch.cat(family.our_logits(checkpoint, texts, whole, quantization=kind)).double()
+
+    decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, kind)
+    logits, _ = run(decoder, EVERY_ROW)
+    found = logits[: len(expected)].double().cpu()
     ratio = float((found - exact).norm() / (expected - exact).norm())
     assert 0.75 < ratio < 1.3, ratio
     assert (found - expected).norm() < (exact - expected).norm(), "no closer than without rounding"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +40,6 @@ def target(target_checkpoint: Checkpoint) -> Target:
     return Target(target_checkpoint, config, torch.float32, MAX_LEN, lambda what, done: None)
 
 
-def speculators(folder: Path, head: dict[str, torch.Tensor], **changes: Any) -> Checkpoint:
-    """The same head in the other public form."""
-    checkpoint = tiny.write_eagle3(
-        folder, {name.replace("midlayer.", "layers.0."): value for name, value in head.items()}
-    )
-    inner = tiny.SETTINGS | {"num_hidden_layers": 1, "architectures": None}
-    outer = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": DRAFT_VOCAB_SIZE,
-        "norm_before_residual": True,
-        "transformer_layer_config": inner,
-    }
-    (folder / "config.json").write_text(json.dumps(outer | changes))
-    return checkpoint
-
-
 def load(checkpoint: Checkpoint, target: Target) -> Model:
     config = read_eagle3_spec(checkpoint, target.spec)
     weights = target.weights
@@ -81,15 +63,19 @@ def run(model: Model, features: torch.Tensor, followers: list[int], cuts: list[i
     return whole, model.logits(whole)
 
 
+@pytest.mark.parametrize("norms", [(), ("norm_before_fc",), ("fc_norm", "norm_output")], ids=str)
 @pytest.mark.parametrize("form", ["its authors'", "speculators"])
 @pytest.mark.parametrize("cuts", [[], [1], [3, 4, 11]])
 def test_numbers_are_those_of_the_published_form(
-    tmp_path: Path, target: Target, form: str, cuts: list[int]
+    tmp_path: Path, target: Target, form: str, cuts: list[int], norms: tuple[str, ...]
 ) -> None:
     head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE)
-    settings = SETTINGS | {"norm_before_residual": form == "speculators"}
-    write = speculators if form == "speculators" else tiny.write_eagle3
-    model = load(write(tmp_path, head), target)
+    if norms:
+        head = tiny.with_norms(head, norms[0])
+    flags = dict.fromkeys(norms, True)
+    settings = SETTINGS | flags | {"norm_before_residual": form == "speculators"}
+    write = tiny.write_speculators if form == "speculators" else tiny.write_eagle3
+    model = load(write(tmp_path, head, **flags), target)
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(17, 3 * 64, generator=generator)
     followers = torch.randint(0, 160, (17,), generator=generator).tolist()
@@ -156,12 +142,42 @@ def read(folder: Path, **changes: Any) -> Any:
         ({TAPS_KEY: [1, 4, 7]}, (1, 4, 7)),
         ({"eagle_config": {TAPS_KEY: [0, 3, 6]}}, (1, 4, 7)),  # whose output it is
         ({TAPS_KEY: [2, 3], "eagle_config": {TAPS_KEY: [0, 3, 6]}}, (2, 3)),
+        ({"eagle_config": {TAPS_KEY: [3, 5, 7]}}, (3, 5, 7)),  # no layer has the number 7
+        ({"eagle_config": {TAPS_KEY: []}}, (2, 3, 4)),
     ],
 )
 def test_the_layers_that_a_head_sees(
     tmp_path: Path, changes: dict[str, Any], aux_layers: tuple[int, ...]
 ) -> None:
     assert read(tmp_path, **changes).aux_layers == aux_layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "norms", "norm_output"),
+    [
+        ({}, (), False),
+        ({"norm_before_fc": True}, (("input_norm", 192),), False),
+        ({"eagle_config": {"norm_before_fc": True}}, (("input_norm", 192),), False),
+        ({"fc_norm": True, TAPS_KEY: [1, 4]}, (("fc_norm.0", 64), ("fc_norm.1", 64)), False),
+        ({"norm_output": True, "norm_before_fc": False}, (), True),
+    ],
+    ids=str,
+)
+def test_the_norms_that_a_head_has(
+    tmp_path: Path,
+    changes: dict[str, Any],
+    norms: tuple[tuple[str, int], ...],
+    norm_output: bool,
+) -> None:
+    found = read(tmp_path, **changes)
+    assert (found.feature_norms, found.norm_output) == (norms, norm_output)
+
+
+def test_a_head_of_llama_may_have_the_settings_of_gpt_oss(tmp_path: Path) -> None:
+    """As those of SpecForge."""
+    experts = {"num_local_experts": 16, "experts_per_token": 4}
+    found = read(tmp_path, model_type="gpt_oss", **experts)
+    assert found.layer.layers[0].dense_mlp.width == SETTINGS["intermediate_size"]
 
 
 def test_an_eagle3_head_always_has_one_layer(tmp_path: Path) -> None:
@@ -184,6 +200,12 @@ def test_an_eagle3_head_always_has_one_layer(tmp_path: Path) -> None:
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"attention_bias": True}, "attention_bias: true is not supported"),
         ({"model_type": "qwen3"}, "the architecture 'qwen3' is not supported"),
+        (
+            {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLMEagle3"]},
+            "the architecture 'gpt_oss' is not supported",
+        ),
+        ({"norm_before_fc": True, "fc_norm": True}, "both are true; allowed: one of them"),
+        ({"norm_before_fc": "yes"}, "norm_before_fc: 'yes'; allowed: true, false"),
     ],
 )
 def test_incompatible_drafters_are_rejected(
@@ -200,6 +222,7 @@ def test_incompatible_drafters_are_rejected(
         ("d2t", None, "missing tensors: d2t"),
         ("lm_head.weight", None, "missing tensors: lm_head.weight"),
         ("fc.bias", torch.zeros(64), "unexpected tensors .*: fc.bias"),
+        ("input_norm.weight", torch.ones(192), "unexpected tensors .*: input_norm.weight"),
         ("norm.weight", torch.zeros(32), r"norm.weight \[32\], expected \[64\]"),
         ("d2t", torch.full((DRAFT_VOCAB_SIZE,), 150), "d2t maps to tokens 150 to 209"),
     ],

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 import family
 import family_gpu
 import mixed_step
+from clear_routing import make_clear
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, Quantization
 from inflight.errors import ConfigError
@@ -36,6 +37,7 @@ EXPERTS = {
     "norm_topk_prob": True,
     "pad_token_id": 0,
 }
+OF_GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 
@@ -130,9 +132,18 @@ def test_both_layers_of_experts_are_in_one_format() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**family.SHAPE | EXPERTS),
+        GptOssConfig(**family.SHAPE | OF_GPT_OSS, sliding_window=family.WINDOW),
+    ],
+    ids=["qwen3_moe", "gpt_oss, biased"],
+)
 def test_quantised_experts_compute_what_those_on_cpus_do(
-    checkpoint: Checkpoint, kind: Quantization
+    tmp_path: Path, config: PretrainedConfig, kind: Quantization
 ) -> None:
+    checkpoint = family.write_folder(family.make(config, deviation=0.05), tmp_path)
     ours, exact = decoder(checkpoint, kind), decoder(checkpoint, "none")
     experts = ours.weights.layers[0].mlp.experts  # type: ignore[union-attr]
     assert isinstance(experts.gate_up, ScaledRows) and isinstance(experts.down, ScaledRows)
@@ -144,6 +155,39 @@ def test_quantised_experts_compute_what_those_on_cpus_do(
     # A value half way between two may be rounded the other way, which the tokens after it see.
     assert errors.median() < 0.02 * rounding.median(), errors
     assert rounding.median() > 0
+
+
+GROUPS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**family.SHAPE | EXPERTS),
+        GptOssConfig(**family.SHAPE | OF_GPT_OSS, sliding_window=family.WINDOW),
+        Glm4MoeConfig(**family.SHAPE | GROUPS),
+    ],
+    ids=["qwen3_moe", "gpt_oss", "glm4_moe"],
+)
+def test_rounding_changes_no_choice_of_clear_routers(
+    tmp_path: Path, config: PretrainedConfig
+) -> None:
+    model = family.make(config, deviation=0.1).bfloat16()
+    model.set_experts_implementation("eager")
+    checkpoint = family.write_folder(model, tmp_path)
+    make_clear(model.double(), read_spec(checkpoint), family_gpu.TEXTS)
+    checkpoint = family.write_folder(model.bfloat16(), tmp_path)
+    ours = mixed_step.make_model(checkpoint, torch.bfloat16, CPU)
+    expected = [family.reference_logits(model.double(), text) for text in family_gpu.TEXTS]
+    torch.testing.assert_close(logits(ours).double(), torch.cat(expected), atol=0.15, rtol=0.03)
 
 
 # ---------------------------------------------------------------- refusals
@@ -201,17 +245,6 @@ def test_other_gpus_refuse_experts(checkpoint: Checkpoint, monkeypatch: pytest.M
         ConfigError, match="a mixture of experts is supported on Hopper GPUs only; use device: cpu"
     ):
         decoder(checkpoint, "none")
-
-
-def test_gpt_oss_is_refused_for_its_sinks_alone(tmp_path: Path) -> None:
-    config = GptOssConfig(
-        **family.SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
-        sliding_window=family.WINDOW,
-    )
-    spec = read_spec(family.write_folder(family.make(config), tmp_path))
-    assert gpu_obstacle(spec, family_gpu.MAX_LEN) == (
-        "attention with sinks is not supported on GPUs"
-    )
 
 
 @pytest.mark.parametrize(("capability", "device"), [((9, 0), "cuda"), ((8, 0), "cpu")])

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_steps import BOUND, DTYPES, STEPS, Step, error, make_step
+from attention_steps import (
+    BOUND,
+    DTYPES,
+    STEPS,
+    Step,
+    error,
+    head_error,
+    make_step,
+    with_sinks,
+)
 from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.attention import attend, plan
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
@@ -244,6 +253,119 @@ def test_a_graph_of_many_sequences_replays_with_other_lengths(pdl):
         made.seq_lens.copy_(seq_lens)
         graph.replay()
         assert error(out, made.definition()) < BOUND[torch.bfloat16]
+
+
+# ---------------------------------------------------------------- sinks
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_sink_takes_its_part_of_each_row_once(step, head_dim, dtype):
+    """In one block or, for long rows, in several."""
+    made = with_sinks(make_step(*STEPS[step], head_dim=head_dim, dtype=dtype))
+    expected = made.definition()
+    out = made.run()
+    assert head_error(out, expected) < BOUND[dtype]
+    assert head_error(made.run(batch_invariant=True), expected) < BOUND[dtype]
+    assert torch.equal(made.run(), out)
+    assert error(replace(made, sinks=None).run(), expected) > 0.1
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_sinks_are_right_in_100_kib_of_shared_memory(step, head_dim, monkeypatch):
+    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    made = with_sinks(make_step(*STEPS[step], head_dim=head_dim))
+    assert head_error(made.run(), made.definition()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("heads", [(64, 8), (4, 4), (28, 4), (9, 3), (71, 1)])
+@pytest.mark.parametrize("step", ["decode", "decode, many", "verify", "mixed"])
+def test_each_query_head_has_a_sink_of_its_own(step, heads):
+    made = make_step(*STEPS[step], num_heads=heads[0], num_kv_heads=heads[1], head_dim=64)
+    made = with_sinks(made)
+    assert head_error(made.run(), made.definition()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [1, 63, 128])
+@pytest.mark.parametrize("step", STEPS)
+def test_sinks_are_seen_whatever_the_window_hides(step, window):
+    made = make_step(*STEPS[step], num_heads=64, num_kv_heads=8, head_dim=64)
+    made = with_sinks(made)
+    out = made.run(window=window)
+    assert head_error(out, made.definition(window=window)) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_sinks_are_not_capped(step):
+    made = with_sinks(make_step(*STEPS[step]))
+    made.scale = 1.0
+    out = made.run(soft_cap=5.0)
+    assert head_error(out, made.definition(soft_cap=5.0)) < 2 * BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_leaves_nothing(step):
+    made = make_step(*STEPS[step], num_heads=64, num_kv_heads=8, head_dim=64)
+    plain = made.run()
+    made.sinks = torch.full((64,), float("-inf"), device="cuda")
+    made.sinks[5:8] = torch.tensor([100.0, 1e4, 1e30])
+    out = made.run()
+    others = [head for head in range(64) if head not in (5, 6, 7)]
+    assert torch.equal(out[:, others], plain[:, others])
+    assert out[:, 5].abs().max() < 1e-30
+    assert (out[:, 6:8] == 0).all()
+
+
+@pytest.mark.parametrize("sink", [float("-inf"), -3.0, 0.0, 200.0])
+def test_a_row_without_keys_gets_zeros_with_sinks(sink):
+    made = make_step([1, 0, 1, 2], [10, 0, 0, 300])
+    made.sinks = torch.full((8,), sink, device="cuda")
+    out = made.run(max_q_len=2)
+    assert (out[1] == 0).all()
+    rows = [0, 2, 3]
+    assert (out[rows].double() - made.definition()[rows]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_the_definition_of_sinks_here_is_that_of_the_reference(step):
+    made = with_sinks(make_step(*STEPS[step]))
+    made.k_cache.nan_to_num_()
+    made.v_cache.nan_to_num_()
+    places = (made.block_tables, made.query_start, made.seq_lens)
+    table, starts, lens = (tensor.long().cpu().numpy() for tensor in places)
+    plan = transformer.AttentionPlan(table, starts, lens, made.k_cache.shape[1])
+    operands = (tensor.float().cpu() for tensor in (made.q, made.k_cache, made.v_cache))
+    host = transformer.attend(*operands, plan, made.scale, sinks=made.sinks.cpu())
+    assert head_error(host.view(made.q.shape).cuda(), made.definition()) < 1e-5
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("heads", [(64, 8), (8, 8), (28, 4)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("step", MANY)
+def test_many_sequences_with_sinks(step, head_dim, heads, window):
+    q_lens, kv_lens = MANY[step]
+    shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    made = with_sinks(make_step(q_lens, kv_lens, **shape))
+    out = made.run(max_q_len=max(q_lens), window=window)
+    assert head_error(out, made.definition(window=window)) < BOUND[torch.bfloat16]
+
+
+def test_batch_invariant_rows_with_sinks_depend_on_nothing_else_in_the_step():
+    made = with_sinks(make_step([90], [900], head_dim=64, num_heads=64, num_kv_heads=8))
+    whole = made.run(batch_invariant=True)
+    for first in (0, 40, 80):
+        rows = slice(first, min(first + 40, 90))
+        starts = torch.tensor([0, rows.stop - first], dtype=torch.int32, device="cuda")
+        seq_lens = torch.tensor([810 + rows.stop], dtype=torch.int32, device="cuda")
+        alone = replace(made, q=made.q[rows], query_start=starts, seq_lens=seq_lens)
+        assert torch.equal(alone.run(batch_invariant=True), whole[rows])
+
+
+# ---------------------------------------------------------------- operands
 
 
 def test_a_step_takes_the_heads_and_tokens_of_its_metadata():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_steps import BOUND, STEPS, Step, error, make_step
+from attention_steps import BOUND, STEPS, Step, error, head_error, make_step, with_sinks
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops import attention_operands, cache
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
@@ -88,6 +88,21 @@ def test_windows_and_soft_caps(step: str, dtype: torch.dtype) -> None:
 
 
 @each_type
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("heads", [(64, 8, 64), (8, 2, 96), (8, 2, 128), (8, 2, 256)], ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_sinks_take_part_once(
+    step: str, heads: tuple[int, int, int], window: int, dtype: torch.dtype
+) -> None:
+    shape = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
+    made = quantized(with_sinks(make_step(*STEPS[step], **shape)), dtype)
+    expected = made.plain.definition(window=window)
+    for batch_invariant in (False, True):
+        out = made.run(window=window, batch_invariant=batch_invariant)
+        assert head_error(out, expected) < BOUND[torch.bfloat16]
+
+
+@each_type
 @pytest.mark.parametrize("step", ["decode", "decode, hundred", "mixed", "decode, many"])
 def test_a_plan_is_valid_for_all_layers_with_ready_history(step: str, dtype: torch.dtype) -> None:
     made = quantized(make_step(*STEPS[step], num_heads=32, num_kv_heads=8), dtype)
@@ -142,6 +157,16 @@ def test_dequantised_prompts_with_windows_and_soft_caps(step: str, dtype: torch.
     expected = made.rounded().definition(soft_cap=30.0)
     out = made.run(soft_cap=30.0, dequantized=made.dequantized())
     assert error(out, expected) < 2 * BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("step", PROMPTS)
+def test_dequantised_prompts_with_sinks(step: str, window: int, dtype: torch.dtype) -> None:
+    plain = with_sinks(make_step(*STEPS[step], num_heads=64, num_kv_heads=8, head_dim=64))
+    made = quantized(plain, dtype)
+    out = made.run(window=window, dequantized=made.dequantized())
+    assert head_error(out, made.rounded().definition(window=window)) < BOUND[torch.bfloat16]
 
 
 @each_type

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_projections import Projection, make_projection
-from attention_steps import BOUND, error
+from attention_steps import BOUND, error, head_error, with_sinks
 from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.attention import plan, rotates
 from inflight_kernels.ops.linear import skinny_gemm
@@ -123,6 +123,23 @@ def test_a_fused_step_writes_into_any_block_size_with_a_window_and_a_cap(
     made.write()
     assert same(written, made.contents())
     assert error(out, made.definition(window=63, soft_cap=30.0)) < BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("heads", [(64, 8, 64), (28, 4, 96), (8, 2, 128)], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_fused_step_has_sinks(
+    lengths: str, heads: tuple[int, int, int], window: int, dtype: torch.dtype
+) -> None:
+    options = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
+    made = make_fused(LENGTHS[lengths], dtype, **options)
+    made.projection.step = made.step.plain = with_sinks(made.step.plain)
+    out = made.run(window=window)
+    made.forget()
+    made.write()
+    assert head_error(out, made.definition(window=window)) < BOUND[torch.bfloat16]
+    assert torch.equal(out, made.step.run(window=window))
 
 
 @each_type

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_projections import make_projection
-from attention_steps import BOUND, DTYPES, STEPS, error
+from attention_steps import BOUND, DTYPES, STEPS, error, head_error, with_sinks
 from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.attention import plan, rotates
 from inflight_kernels.ops.linear import skinny_gemm
@@ -60,6 +60,32 @@ def test_a_projection_goes_into_any_block_size_with_a_window_and_a_cap(block_siz
     made.rotate(made.step.q)
     expected = made.step.definition(window=63, soft_cap=30.0)
     assert error(out, expected) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(64, 8, 64), *ROTATED_HEADS])
+@pytest.mark.parametrize("step", DECODES)
+def test_a_projection_is_attended_with_sinks(
+    step, num_heads, num_kv_heads, head_dim, dtype, window
+):
+    options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    made = make_projection(*STEPS[step], normed=window > 0, dtype=dtype, **options)
+    made.step = with_sinks(made.step)
+    out = made.run(window=window)
+    made.rotate(made.step.q)
+    assert head_error(out, made.step.definition(window=window)) < BOUND[dtype]
+
+
+def test_a_sink_of_a_projection_may_be_minus_infinity_or_huge():
+    made = make_projection(*STEPS["decode, ragged"])
+    plain = made.run()
+    made.step.sinks = torch.full((8,), float("-inf"), device="cuda")
+    made.step.sinks[5] = 1e4
+    out = made.run()
+    assert (out[:, 5] == 0).all()
+    others = [head for head in range(8) if head != 5]
+    assert torch.equal(out[:, others], plain[:, others])
 
 
 def test_a_token_without_a_slot_is_seen_but_not_written():

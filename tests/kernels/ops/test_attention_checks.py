@@ -33,6 +33,7 @@ class Step:
     q_lens: list[int]
     scale: float = 1.0
     cache_dtype: torch.dtype = torch.bfloat16
+    sinks: Tensor | None = None
 
     def size(self, max_q_len: int | None = None, batch_invariant: bool = False) -> int:
         return workspace_size(
@@ -68,7 +69,8 @@ class Step:
             max_q_len,
         )
         kv = PagedKV(k_cache, v_cache)
-        attend(q, kv, metadata, torch.empty_like(q), history_ready=history_ready)
+        out = torch.empty_like(q)
+        attend(q, kv, metadata, out, sinks=self.sinks, history_ready=history_ready)
 
 
 @pytest.mark.usefixtures("launched")
@@ -119,6 +121,17 @@ def test_scales_and_caches_that_kernels_cannot_take_are_refused(launched: Launch
     with pytest.raises(ValueError, match="history_ready"):
         Step([1]).run(size, history_ready=True)
     assert not launched
+
+
+def test_sinks_are_a_float32_number_for_each_query_head(launched: Launched) -> None:
+    size = Step([1]).size()
+    for count, dtype in ((7, torch.float32), (2, torch.float32), (8, torch.bfloat16)):
+        sinks = torch.zeros(count, dtype=dtype, device="meta")
+        with pytest.raises(ValueError, match=r"sinks is .*; expected torch.float32 \[8\]"):
+            Step([1], sinks=sinks).run(size)
+    assert not launched
+    Step([1], sinks=torch.zeros(8, device="meta")).run(size)
+    assert launched
 
 
 def test_caches_of_8_bits_that_kernels_cannot_take_are_refused(launched: Launched) -> None:

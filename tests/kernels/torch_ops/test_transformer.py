@@ -175,6 +175,7 @@ def slow_attention(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query head of one token at a time."""
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -188,7 +189,10 @@ def slow_attention(
             for head in range(q.shape[1]):
                 k = torch.stack([k_cache[b, o, head // group] for b, o in seen]).double()
                 v = torch.stack([v_cache[b, o, head // group] for b, o in seen]).double()
-                weights = torch.softmax(k @ q[row, head].double() * scale, 0)
+                scores = k @ q[row, head].double() * scale
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = torch.softmax(scores, 0)[: len(v)]
                 out[row, head] = weights @ v
     return out.flatten(1)
 
@@ -243,6 +247,23 @@ def test_attention_equals_the_slow_one(
     case = attention_case(chunks, heads, kv_heads, 4, seed=1)
     got = ops.paged_attention(**case)
     torch.testing.assert_close(got.double(), slow_attention(**case), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "chunks", [[(1, 1)], [(5, 5)], [(1, 2), (1, 90)], [(4, 4), (1, 9), (2, 17), (1, 50)]]
+)
+def test_a_sink_is_a_further_key_whose_value_is_0(
+    chunks: list[tuple[int, int]], heads: int, kv_heads: int
+) -> None:
+    case = attention_case(chunks, heads, kv_heads, 4, seed=2)
+    sinks = 3 * torch.randn(heads)
+    places = (case["block_tables"], case["query_start"], case["seq_lens"])
+    plan = ops.AttentionPlan(*(tensor.numpy() for tensor in places), 4)
+    operands = (case["q"], case["k_cache"], case["v_cache"])
+    got = ops.attend(*operands, plan, case["scale"], sinks=sinks)
+    expected = slow_attention(**case, sinks=sinks)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @given(

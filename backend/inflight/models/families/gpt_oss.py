@@ -53,6 +53,9 @@ FAMILY = Family(
     defaults={"attention_bias": True},
     tensors=_TENSORS,
     transposed_experts=("huggingface",),
-    # GGUF files have it for the dense layers, of which there are none.
-    ignored_keys=frozenset({"expert_feed_forward_length"}),
+    # The first are again those of the rotary embedding and of the experts, under other names. GGUF
+    # files have the last for the dense layers, of which there are none.
+    ignored_keys=frozenset(
+        {"initial_context_length", "experts_per_token", "expert_feed_forward_length"}
+    ),
 )

@@ -17,6 +17,7 @@ from inflight_kernels.ops import attention
 from inflight_kernels.ops.attention_operands import (
     AttentionMetadata,
     AttentionParams,
+    AttentionWeights,
     DequantizedKV,
 )
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
@@ -196,7 +197,7 @@ class AttentionPass:
     rotates: bool
     history_ready: bool = False
 
-    def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, qk_norm: QkNorm | None) -> None:
+    def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: AttentionWeights) -> None:
         """Launch a layer's attention: qkv [T, (H + 2 * G) * D] -> out [T, H * D]."""
         ready = self.history_ready
         if self.rotates:
@@ -206,18 +207,26 @@ class AttentionPass:
                 kv,
                 self.metadata,
                 out,
-                qk_norm=qk_norm,
+                weights=weights,
                 history_ready=ready,
                 pdl=True,
             )
         else:
-            q = self._rotate(qkv, kv, qk_norm)
-            attention.attend(q, kv, self.metadata, out, history_ready=ready, pdl=True)
+            q = self._rotate(qkv, kv, weights.qk_norm)
+            attention.attend(
+                q,
+                kv,
+                self.metadata,
+                out,
+                sinks=weights.sinks,
+                history_ready=ready,
+                pdl=True,
+            )
         self.history_ready = True
 
-    def write(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> None:
+    def write(self, qkv: Tensor, kv: PagedKV, weights: AttentionWeights) -> None:
         """Launch only the KV cache write, for a last layer whose output is not needed."""
-        self._rotate(qkv, kv, qk_norm)
+        self._rotate(qkv, kv, weights.qk_norm)
 
     def _rotate(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> Tensor:
         """Rotate q and k, write k and v into the cache; returns q [T, H, D], in place."""

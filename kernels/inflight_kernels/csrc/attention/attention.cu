@@ -192,6 +192,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
 //   k_cache, v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart; of bytes,
 //                    with scales at the end of each block, if S::QUANTIZED
 //   block_tables [n, table_stride]
+//   sinks [H], of each head the score of a further key whose value is 0; null for none
 //   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
 //   history_ready   everything except q, and the keys and values of the tokens in q, was written
 //                   before the preceding kernel was launched
@@ -201,12 +202,12 @@ __global__ void __launch_bounds__(S::THREADS, 2)
            const typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
            long long q_stride, long long block_stride, int table_stride, int block_shift,
            int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
-           const attention::Item* items, const attention::Share* shares, int* arrivals,
-           float* slots, bool history_ready) {
+           const float* sinks, const attention::Item* items, const attention::Share* shares,
+           int* arrivals, float* slots, bool history_ready) {
     using namespace attention;
     const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
-                                              num_kv_heads, scale, soft_cap, window);
+                                              num_kv_heads, scale, soft_cap, window, sinks);
     mainloop<S>(args, InPlace<S>(), items, shares, arrivals, slots, history_ready);
 }
 
@@ -220,14 +221,14 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
                 long long qkv_stride, long long block_stride, int table_stride, int block_shift,
                 int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
-                const attention::Item* items, const attention::Share* shares, int* arrivals,
-                float* slots, bool history_ready, const long long* slot_mapping,
+                const float* sinks, const attention::Item* items, const attention::Share* shares,
+                int* arrivals, float* slots, bool history_ready, const long long* slot_mapping,
                 const long long* positions, const float* cos, const float* sin,
                 const float* q_weight, const float* k_weight, float eps) {
     using namespace attention;
     const Arguments<typename S::Element> args(qkv, k_cache, v_cache, out, block_tables, qkv_stride,
                                               block_stride, table_stride, block_shift, num_heads,
-                                              num_kv_heads, scale, soft_cap, window);
+                                              num_kv_heads, scale, soft_cap, window, sinks);
     const Projection<typename S::Element> projection = {
         k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight, eps};
     mainloop<S>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots, history_ready);

@@ -224,14 +224,15 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float total = sum_over_keys(state.total[r]);
+        const int head = query_of<S>(args, unit, lane % 4 * 2 + r).head;
+        const float total = sum_over_keys(state.total[r]) + sink_weight(args, head, state.max[r]);
         inverse[r] = total > 0.0f ? 1.0f / total : 0.0f;  // zero for a row without keys
     }
     const bool exists = lane / 4 < unit.num_rows;
+    T* const row = out_row<S>(args, unit, query_of<S>(args, unit, exists ? lane / 4 : 0));
     if constexpr (S::QUANTIZED) {
         // Of each 16 columns, the first half of the registers has the even ones.
-        uint2* const pairs =
-            reinterpret_cast<uint2*>(out_row<S>(args, unit, exists ? lane / 4 : 0)) + lane % 4;
+        uint2* const pairs = reinterpret_cast<uint2*>(row) + lane % 4;
 #pragma unroll
         for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
             const float* const sums = state.sums[column];
@@ -245,8 +246,7 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
         }
         return;
     }
-    unsigned* const out =
-        reinterpret_cast<unsigned*>(out_row<S>(args, unit, exists ? lane / 4 : 0)) + lane % 4;
+    unsigned* const out = reinterpret_cast<unsigned*>(row) + lane % 4;
 #pragma unroll
     for (int column = 0; column < S::HEAD_DIM / 16; ++column)
 #pragma unroll
@@ -308,13 +308,13 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
                  const typename S::Element* v_cache, typename S::Element* out,
                  const int* block_tables, long long q_stride, long long block_stride,
                  int table_stride, int block_shift, int num_heads, int num_kv_heads, float scale,
-                 float soft_cap, int window, const attention::Item* items,
+                 float soft_cap, int window, const float* sinks, const attention::Item* items,
                  const attention::Share* shares, int* arrivals, float* slots, bool history_ready) {
     using namespace attention;
     using T = typename S::Element;
     const Arguments<T> args(q, k_cache, v_cache, out, block_tables, q_stride, block_stride,
                             table_stride, block_shift, num_heads, num_kv_heads, scale, soft_cap,
-                            window);
+                            window, sinks);
     const int warp = threadIdx.x / 32;
     extern __shared__ __align__(16) unsigned char memory[];
     T* const tiles = reinterpret_cast<T*>(memory) + warp * S::STAGES * 2 * S::TILE;

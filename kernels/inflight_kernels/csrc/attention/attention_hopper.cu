@@ -18,6 +18,7 @@
 //                        a KV head's rows of a block
 //   v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart
 //   block_tables [n, table_stride]
+//   sinks [H], of each head the score of a further key whose value is 0; null for none
 //   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
 template <class S>
 __global__ void __launch_bounds__(S::THREADS, 1)
@@ -26,8 +27,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
            const typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
            long long q_stride, long long block_stride, int table_stride, int block_shift,
            int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
-           const attention::Item* items, const attention::Share* shares, int* arrivals,
-           float* slots, attention::Queue* queue) {
+           const float* sinks, const attention::Item* items, const attention::Share* shares,
+           int* arrivals, float* slots, attention::Queue* queue) {
     using namespace attention;
     extern __shared__ unsigned char memory[];
     __shared__ Unit units[S::UNITS];
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
     const Arguments<typename S::Element> args(q, nullptr, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
-                                              num_kv_heads, scale, soft_cap, window);
+                                              num_kv_heads, scale, soft_cap, window, sinks);
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         constexpr int READERS = 4 * S::GROUPS;

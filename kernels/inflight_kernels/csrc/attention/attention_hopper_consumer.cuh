@@ -143,14 +143,15 @@ __device__ __forceinline__ void pack_weights(Weights<S>& weights, const Scores<S
 template <class S>
 __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
                                            const Unit& unit, const Sums<S>& sums,
-                                           const float (&totals)[2], unsigned char* staged,
-                                           int first_row) {
+                                           const float (&maxima)[2], const float (&totals)[2],
+                                           unsigned char* staged, int first_row) {
     using T = typename S::Element;
     const int lane = threadIdx.x % 32;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float total = sum_of_quad(totals[half]);
+        const int head = query_of<S>(args, unit, first_row + half * 8 + lane / 4).head;
+        const float total = sum_of_quad(totals[half]) + sink_weight(args, head, maxima[half]);
         inverse[half] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
     }
     const unsigned target = ptx::shared_address(staged);
@@ -317,7 +318,7 @@ __device__ __forceinline__ void consume_units(const Arguments<typename S::Elemen
                 const Unit& unit = shared.units[at.index];
                 if (unit.whole())
                     write_rows<S>(
-                        args, unit, state.sums, before_total,
+                        args, unit, state.sums, before_max, before_total,
                         shared.queries + used.index * S::TILE_BYTES + warp_row * S::ROW_BYTES,
                         warp_row);
                 else

@@ -80,10 +80,9 @@ struct Shape {
 template <class S>
 __device__ __forceinline__ const typename S::Element* query_row(
     const Arguments<typename S::Element>& args, const Unit& unit, int row) {
-    const int packed = unit.item.first_row + row;
-    const int token = args.token_of(packed);
-    const int head = S::kv_head(unit) * args.group + packed - token * args.group;
-    return args.q + (unit.item.query_start + token) * args.q_stride + head * S::HEAD_DIM;
+    const Query query = query_of<S>(args, unit, row);
+    return args.q + (unit.item.query_start + query.token) * args.q_stride +
+           query.head * S::HEAD_DIM;
 }
 
 // Copies the unit's queries; rows past the chunk become zero.

@@ -83,13 +83,14 @@ struct Arguments {
     float scale;     // of the scores, times log2(e) unless soft-capped
     float soft_cap;  // 0 for none
     int window;
+    const float* sinks;      // [num_heads]; null for none
     unsigned group_inverse;  // 2^32 / group, rounded up
 
     __device__ __forceinline__ Arguments(const T* q, const T* k_cache, const T* v_cache, T* out,
                                          const int* block_tables, long long q_stride,
                                          long long block_stride, int table_stride, int block_shift,
                                          int num_heads, int num_kv_heads, float scale,
-                                         float soft_cap, int window)
+                                         float soft_cap, int window, const float* sinks)
         : q(q),
           k_cache(k_cache),
           v_cache(v_cache),
@@ -105,6 +106,7 @@ struct Arguments {
           scale(soft_cap > 0.0f ? scale : scale * LOG2_E),
           soft_cap(soft_cap),
           window(window),
+          sinks(sinks),
           group_inverse(0xffffffffu / group + 1) {}
 
     // The token of a row, for rows below 2^32 / group.
@@ -161,6 +163,15 @@ struct SoftCap {
     }
 };
 
+// The softmax weight of a head's sink, a further key without a value, relative to the maximum of a
+// row's scores. It is added once per row, where all of the row's keys are known. If the sink
+// exceeds the maximum by far, it is inf, and the row becomes 0.
+template <typename T>
+__device__ __forceinline__ float sink_weight(const Arguments<T>& args, int head, float max) {
+    if (args.sinks == nullptr) return 0.0f;
+    return ptx::exp2(fmaf(__ldg(args.sinks + head), LOG2_E, max == -CUDART_INF_F ? 0.0f : -max));
+}
+
 // Merges softmax sums relative to different maxima, rescaled to the largest one.
 struct Merged {
     float4 sums;
@@ -195,16 +206,25 @@ struct Merged {
     }
 };
 
-// Address in `out` of a row of a unit.
+// The token in the chunk, and the query head, of a row of a unit.
+struct Query {
+    int token, head;
+};
+
 template <class S>
-__device__ __forceinline__ typename S::Element* out_row(const Arguments<typename S::Element>& args,
-                                                        const Unit& unit, int row) {
+__device__ __forceinline__ Query query_of(const Arguments<typename S::Element>& args,
+                                          const Unit& unit, int row) {
     const int packed = unit.item.first_row + row;
     const int token = args.token_of(packed);
-    const int head = S::kv_head(unit) * args.group + packed - token * args.group;
-    return args.out +
-           (static_cast<long long>(unit.item.query_start + token) * args.num_heads + head) *
-               S::HEAD_DIM;
+    return {token, S::kv_head(unit) * args.group + packed - token * args.group};
+}
+
+// Address of a query's row in `out`.
+template <class S>
+__device__ __forceinline__ typename S::Element* out_row(const Arguments<typename S::Element>& args,
+                                                        const Unit& unit, const Query& query) {
+    const long long token = unit.item.query_start + query.token;
+    return args.out + (token * args.num_heads + query.head) * S::HEAD_DIM;
 }
 
 // Writes four columns of a row of `out`; zeros for a row without keys.
@@ -213,8 +233,10 @@ __device__ __forceinline__ void write_out(const Arguments<typename S::Element>& 
                                           const Unit& unit, int row, int column,
                                           const Merged& merged) {
     using T = typename S::Element;
-    const float inverse = merged.total > 0.0f ? 1.0f / merged.total : 0.0f;
-    *reinterpret_cast<uint2*>(out_row<S>(args, unit, row) + column) =
+    const Query query = query_of<S>(args, unit, row);
+    const float total = merged.total + sink_weight(args, query.head, merged.max);
+    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+    *reinterpret_cast<uint2*>(out_row<S>(args, unit, query) + column) =
         make_uint2(ptx::pack<T>(merged.sums.x * inverse, merged.sums.y * inverse),
                    ptx::pack<T>(merged.sums.z * inverse, merged.sums.w * inverse));
 }

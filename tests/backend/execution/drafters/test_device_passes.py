@@ -4,6 +4,7 @@ kernels."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,16 @@ import pytest
 import torch
 
 import host_kernels
-from device_drafting import DraftingClaims, Rig, drafters, small_rig, ways
+from device_drafting import (
+    DraftingClaims,
+    GptOssRig,
+    HeadClaims,
+    NormedOutputRig,
+    Rig,
+    drafters,
+    small_rig,
+    ways,
+)
 from inflight.engine.engine import generate
 from inflight.kv import budget
 
@@ -22,11 +32,11 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def make_rig(folder: Path, kind: type[Rig]) -> Rig:
     return small_rig(
-        tmp_path_factory.mktemp("models"),
+        folder,
         max_len=96,
+        kind=kind,
         settings={
             "max_num_seqs": 6,
             "max_num_batched_tokens": 64,
@@ -49,8 +59,20 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     )
 
 
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return make_rig(tmp_path_factory.mktemp("models"), Rig)
+
+
 class TestDrafts(DraftingClaims):
     pass
+
+
+class TestHeadsOfGptOss(HeadClaims):
+    @pytest.fixture(scope="class", params=[GptOssRig, NormedOutputRig])
+    @classmethod
+    def rig(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+        return make_rig(tmp_path_factory.mktemp("gpt-oss"), request.param)
 
 
 def test_drafting_runs_at_most_the_passes_that_are_needed(

@@ -10,6 +10,9 @@ import torch
 from transformers import GptOssConfig
 
 import family
+import family_engine
+import tiny
+from inflight.config import SpeculativeConfig
 from inflight.errors import ConfigError
 from inflight.models.registry import read_spec
 
@@ -37,7 +40,6 @@ class TestGptOss(family.Suite):
         "tied": EXPERTS | {"attention_bias": False, "tie_word_embeddings": True},
     }
     architecture = "gpt-oss"
-    on_gpu = False
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return {
@@ -68,6 +70,22 @@ def test_sinks_change_what_a_model_predicts(tmp_path: Path) -> None:
         found[sink] = family.our_logits(checkpoint, [family.tokens()] * 2, family.MIXED)[0]
     assert not torch.allclose(found[0.0], found[-1e4], atol=1e-2)
     assert not torch.allclose(found[0.0], found[1e4], atol=1e-2)
+
+
+@pytest.mark.parametrize("norms", [("norm_before_fc",), ("fc_norm", "norm_output")], ids=str)
+def test_its_heads_of_speculators_leave_no_trace_in_greedy_texts(
+    tmp_path: Path, norms: tuple[str, ...]
+) -> None:
+    model = _model()
+    head = tiny.with_norms(tiny.random_head(tiny.SETTINGS, draft_vocab_size=60), norms[0])
+    flags = dict.fromkeys(norms, True) | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    tiny.write_speculators(tmp_path / "head", head, **flags)
+    engine = family_engine.make_engine(
+        family.write_folder(model, tmp_path / "model"),
+        SpeculativeConfig(method="eagle3", default=3, model=str(tmp_path / "head")),
+    )
+    family_engine.check_texts(engine, model, model.config.vocab_size)
+    assert engine.stats().num_drafted_tokens > 0
 
 
 def test_large_gates_are_clamped(tmp_path: Path) -> None:
