@@ -208,11 +208,16 @@ def write_kv(
     k: Tensor, v: Tensor, k_cache: KVMemory, v_cache: KVMemory, slot_mapping: Tensor
 ) -> None:
     """Write k and v [T, G, D] into slots [T] of a layer's cache, in place."""
-    for rows, cache in ((k, k_cache), (v, v_cache)):
-        if isinstance(cache, QuantizedKV):
-            kv_quantization.write(rows, cache, slot_mapping)
-        else:
-            cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+    write_rows(k, k_cache, slot_mapping)
+    write_rows(v, v_cache, slot_mapping)
+
+
+def write_rows(rows: Tensor, cache: KVMemory, slot_mapping: Tensor) -> None:
+    """Write keys, or values, [T, G, D] into slots [T] of a layer's cache, in place."""
+    if isinstance(cache, QuantizedKV):
+        kv_quantization.write(rows, cache, slot_mapping)
+    else:
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
 
 
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
