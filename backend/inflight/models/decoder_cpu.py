@@ -18,6 +18,7 @@ from inflight.kv.cache import KVCache
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.layers.routing import routing_of
 from inflight.models.loader import (
     CpuExperts,
     CpuPlacement,
@@ -278,15 +279,7 @@ def _mlp(x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
 
 def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight, CpuExperts]) -> Tensor:
     logits = ops.linear(x.float(), weights.router, weights.router_bias)
-    routing = moe_ops.Routing(
-        moe.top_k,
-        moe.renormalize,
-        moe.score,
-        moe.num_groups,
-        moe.top_groups,
-        moe.routing_scale,
-    )
-    experts, scores = moe_ops.route(logits, routing, weights.select_bias)
+    experts, scores = moe_ops.route(logits, routing_of(moe), weights.select_bias)
     out = moe_ops.sum_of_experts(
         x, experts, scores, lambda index, rows: _mlp(rows, moe.expert, weights.experts[index])
     )

@@ -174,6 +174,7 @@ class MoeSpec:
         router_bias: whether the router has one.
         select_bias: whether experts are chosen by score plus a bias.
         num_groups, top_groups: into which experts are divided, and those that a token's are in.
+        best_of_group: scores of a group that are added to rank it: its best one, or best two.
         routing_scale: multiplies scores in the sum.
         shared: an expert of all tokens, whose output is added; None if there is none.
         shared_gate: whether the output of the shared expert is multiplied by a sigmoid gate.
@@ -188,6 +189,7 @@ class MoeSpec:
     select_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    best_of_group: Literal[1, 2] = 2
     routing_scale: float = 1.0
     shared: MlpSpec | None = None
     shared_gate: bool = False
