@@ -23,6 +23,7 @@ from inflight.models.spec import ModelSpec
 from inflight.models.stored.gguf_weights import GgufWeights
 from inflight.models.stored.stack import is_stack
 from inflight.models.stored.transposed_experts import TransposedExperts
+from inflight.models.stored.up_projections import JoinedUpProjections
 
 Progress = Callable[[str, float], None]
 Shape = tuple[int, ...]
@@ -65,6 +66,8 @@ def open_weights(
     weights: Weights
     if checkpoint.format == "gguf":
         weights = GgufWeights(checkpoint.path, family_of(spec))
+        if "kv_b" in family_of(spec).tensors:
+            weights = JoinedUpProjections(weights)
     else:
         weights = _folder_weights(checkpoint.path, family_of(spec))
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
