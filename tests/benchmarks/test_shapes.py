@@ -55,6 +55,7 @@ def read(path: Path) -> dict[str, Any]:
         ("llama-3.1-8b", 8_030_261_248, 131_072, 131_072),
         ("qwen3-8b", 8_190_735_360, 147_456, 40_960),
         ("gemma-3-12b", 11_766_034_176, 393_216, 131_072),
+        ("deepseek-v2-lite", 15_706_484_224, 31_104, 163_840),
     ],
 )
 def test_a_shape_has_the_published_numbers(name: str, parameters: int, kv_bytes: int, context: int):
@@ -63,6 +64,8 @@ def test_a_shape_has_the_published_numbers(name: str, parameters: int, kv_bytes:
     for layer in spec.layers:
         norms += (4 if layer.post_norms else 2) * spec.hidden_size
         norms += 2 * layer.attention.head_dim if layer.attention.qk_norm else 0
+        latent = layer.attention.latent
+        norms += latent.rank + latent.q_rank if latent else 0
     assert spec.matrix_elements + norms == parameters
     assert spec.kv_layout("bfloat16").block_bytes(1) == kv_bytes
     assert spec.max_position_embeddings == context
@@ -110,7 +113,7 @@ def test_a_shape_without_rows_has_those_of_the_command():
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'qwen' is unknown; allowed: gemma-3-12b, llama-3"):
+    with pytest.raises(ConfigError, match="'qwen' is unknown; allowed: deepseek-v2-lite, gemma-3"):
         shapes.load("qwen")
 
 

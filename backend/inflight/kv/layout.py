@@ -51,6 +51,11 @@ class KVGroup:
         """Elements of each vector that is kept of a head: of its key and, if apart, its value."""
         return (self.k_dim, self.v_dim) if self.v_dim else (self.k_dim,)
 
+    @property
+    def token_elements(self) -> int:
+        """Of a token's key and value in one layer."""
+        return self.num_kv_heads * sum(self.dims)
+
     def token_bytes(self, dtype: KVDtype) -> int:
         """Bytes of a token's key and value in one layer, scales included."""
         scale = _SCALE_BYTES.get(dtype, 0)

@@ -367,7 +367,7 @@ class ModelSpec:
     def matrix_elements(self) -> int:
         """Number of elements of all weight matrices, with the embedding and the output layer."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * self.matrix_elements_per_layer + embeddings
+        return self.layer_elements + embeddings
 
     @property
     def largest_matrix_elements(self) -> int:
@@ -382,22 +382,30 @@ class ModelSpec:
     @property
     def matrix_elements_per_layer(self) -> int:
         """Mean number of elements of a layer's weight matrices."""
-        total = sum(
+        return self.layer_elements // self.num_layers
+
+    @property
+    def layer_elements(self) -> int:
+        """Number of elements of all layers' weight matrices."""
+        return sum(
             part.matrix_elements(self.hidden_size)
             for layer in self.layers
             for part in (layer.attention, layer.mlp)
         )
-        return total // len(self.layers)
 
     @property
-    def quantizable_elements(self) -> int:
-        """Of the layers' weight matrices without those that are never quantised."""
-        kept = sum(
+    def up_elements(self) -> int:
+        """Of the layers' weight matrices that are never quantised: those of latents."""
+        return sum(
             layer.attention.latent.up_elements(layer.attention.num_heads)
             for layer in self.layers
             if layer.attention.latent is not None
         )
-        return self.num_layers * self.matrix_elements_per_layer - kept
+
+    @property
+    def quantizable_elements(self) -> int:
+        """Of the layers' other weight matrices."""
+        return self.layer_elements - self.up_elements
 
     @property
     def max_context(self) -> int:
