@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from inflight.models.quantization.matrix import Matrix
-
-if TYPE_CHECKING:
-    from inflight.models.stored.weights import Shape, Weights
+from inflight.models.stored.gguf_weights import GgufWeights, Shape
 
 _KEYS, _VALUES, _BOTH = (f"self_attn.{part}_b_proj.weight" for part in ("k", "v", "kv"))
 
@@ -26,7 +22,7 @@ class JoinedUpProjections:
         stored: the file's tensors.
     """
 
-    def __init__(self, stored: Weights) -> None:
+    def __init__(self, stored: GgufWeights) -> None:
         self._stored = stored
         self.shapes: dict[str, Shape] = dict(stored.shapes)
         for name, keys in stored.shapes.items():

@@ -65,9 +65,8 @@ def open_weights(
         return RandomWeights(expected, device)
     weights: Weights
     if checkpoint.format == "gguf":
-        weights = GgufWeights(checkpoint.path, family_of(spec))
-        if "kv_b" in family_of(spec).tensors:
-            weights = JoinedUpProjections(weights)
+        file = GgufWeights(checkpoint.path, family_of(spec))
+        weights = JoinedUpProjections(file) if "kv_b" in family_of(spec).tensors else file
     else:
         weights = _folder_weights(checkpoint.path, family_of(spec))
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
