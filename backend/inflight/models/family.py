@@ -300,14 +300,24 @@ class Settings:
             if isinstance(pattern, int) and pattern > 0:  # every so many layers there is a full one
                 return [(index + 1) % pattern != 0 for index in range(self.num_layers)]
             return [is_sliding(index) for index in range(self.num_layers)]
-        listed = self.fields.get("layer_types")
+        listed = self.listed("layer_types", "full_attention", "sliding_attention")
         if listed is None:
             return [is_sliding(index) for index in range(self.num_layers)]
-        known = {"full_attention": False, "sliding_attention": True}
+        return listed
+
+    def listed(self, key: str, no: str, yes: str) -> list[bool] | None:
+        """What config.json lists of each layer, one of two words; None if it does not.
+
+        Raises:
+            ConfigError: not so many words, or others.
+        """
+        listed, known = self.fields.get(key), {no: False, yes: True}
+        if listed is None:
+            return None
         whole = isinstance(listed, list) and len(listed) == self.num_layers
         if not whole or not all(isinstance(kind, str) and kind in known for kind in listed):
             raise self.fields.error(
-                f"layer_types: {listed!r}; allowed: {' or '.join(known)} for each of "
+                f"{key}: {listed!r}; allowed: {' or '.join(known)} for each of "
                 f"{self.num_layers} layers"
             )
         return [known[kind] for kind in listed]

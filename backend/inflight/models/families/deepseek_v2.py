@@ -91,7 +91,8 @@ def _mscale(settings: Settings) -> float:
 def layers_with_experts(
     settings: Settings, attention: AttentionSpec, renormalize: bool, **routing: Any
 ) -> list[LayerSpec]:
-    """Layers of which all but the first few have experts, with one of all tokens.
+    """Layers of which all but the first few, or those that are listed, have experts, with one of
+    all tokens.
 
     Args:
         settings: of the checkpoint.
@@ -109,10 +110,10 @@ def layers_with_experts(
         **routing,
     )
     mlp, num_dense = settings.mlp(), settings.count_or_zero("first_k_dense_replace")
-    return [
-        LayerSpec(attention, mlp if index < num_dense else moe)
-        for index in range(settings.num_layers)
+    are_sparse = settings.listed("mlp_layer_types", "dense", "sparse") or [
+        index >= num_dense for index in range(settings.num_layers)
     ]
+    return [LayerSpec(attention, moe if is_sparse else mlp) for is_sparse in are_sparse]
 
 
 def check_value(settings: Settings, key: str, *allowed: Any) -> None:
