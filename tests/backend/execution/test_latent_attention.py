@@ -11,6 +11,7 @@ from transformers import DeepseekV2Config
 import family
 import latents
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import SpeculativeConfig
 from inflight.engine.engine import generate
 from mixed_requests import asked, make_engine
 
@@ -52,6 +53,17 @@ def test_beams_copy_blocks(checkpoint: Checkpoint, kv_dtype: str) -> None:
     assert len(set(map(tuple, expected.values()))) > len(asked())
     assert run(enable_prefix_caching=True) == expected
     assert run(num_blocks=60) == expected
+
+
+@each_dtype
+def test_a_draft_model_has_latent_attention_as_well(checkpoint: Checkpoint, kv_dtype: str) -> None:
+    """The model itself, all of whose drafts are right."""
+    expected = generate(make_engine(checkpoint, kv_dtype), asked())
+    drafting = SpeculativeConfig(method="draft_model", default=3, model=str(checkpoint.path))
+    engine = make_engine(checkpoint, kv_dtype, speculative_config=drafting)
+    assert generate(engine, asked()) == expected
+    stats = engine.stats()
+    assert stats.num_accepted_tokens > 0.9 * stats.num_drafted_tokens > 0
 
 
 def test_bfloat16_is_near_float32(checkpoint: Checkpoint) -> None:
