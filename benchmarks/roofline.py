@@ -6,6 +6,10 @@ longer of its bytes at the speed of a copy and its FLOPs at the speed of a large
 follows the other. All prompts come first, in steps of `batched_tokens`; each further step decodes
 one token of every sequence. Everything else (norms, sampling, gaps between kernels) takes no time.
 
+Latent attention reads one key per token, whose first columns are its value. Queries that decode
+attend to it with as many columns; prompts attend to the narrower keys and values of all heads.
+Either way a token is multiplied by the matrices of latents once.
+
 Of a mixture of experts, a step reads those that some token has: of E experts with k per token,
 E * (1 - (1 - k / E) ** T) for T tokens that are spread evenly. Each token is multiplied by its own.
 """
@@ -80,13 +84,13 @@ class Roofline:
         """Of a step of so many tokens."""
         linear_bytes = self.linear_bytes or self.item_bytes
         elements = round(sum(self._elements(layer, num_tokens) for layer in self.spec.layers))
-        return elements * linear_bytes + self._head_elements * self.item_bytes
+        others = self._head_elements + self.spec.up_elements
+        return (elements - self.spec.up_elements) * linear_bytes + others * self.item_bytes
 
     def _elements(self, layer: LayerSpec, num_tokens: float) -> float:
         """Of a layer's weight matrices that so many tokens are multiplied by, between them."""
         hidden, mlp = self.spec.hidden_size, layer.mlp
-        elements = 2 * hidden * (layer.attention.q_width + layer.attention.kv_width)
-        total = float(elements + mlp.matrix_elements(hidden))
+        total = float(layer.attention.matrix_elements(hidden) + mlp.matrix_elements(hidden))
         if isinstance(mlp, MoeSpec):
             left = mlp.num_experts * (1 - mlp.top_k / mlp.num_experts) ** num_tokens
             total -= left * mlp.expert.matrix_elements(hidden)
@@ -111,16 +115,16 @@ class Roofline:
         num_bytes = flops = 0
         for attention in self._attentions():
             num_keys = _num_keys(attention, 1, row.input_len)
-            flops += 4 * attention.q_width * num_keys
-            num_bytes += 2 * attention.kv_width * row.input_len * self._kv_bytes
+            flops += _flops_per_key(attention, absorbed=False) * num_keys
+            num_bytes += attention.kv_group.token_elements * row.input_len * self._kv_bytes
         return self.ceilings.seconds(row.num_requests * num_bytes, row.num_requests * flops)
 
     def _decode_attention(self, row: Row) -> float:
         num_bytes = flops = 0
         for attention in self._attentions():
             num_keys = _num_keys(attention, row.input_len + 1, row.input_len + row.output_len - 1)
-            flops += 4 * attention.q_width * num_keys
-            num_bytes += 2 * attention.kv_width * num_keys * self._kv_bytes
+            flops += _flops_per_key(attention, absorbed=True) * num_keys
+            num_bytes += attention.kv_group.token_elements * num_keys * self._kv_bytes
         return self.ceilings.seconds(row.num_requests * num_bytes, row.num_requests * flops)
 
     @property
@@ -129,6 +133,15 @@ class Roofline:
 
     def _attentions(self) -> list[AttentionSpec]:
         return [layer.attention for layer in self.spec.layers]
+
+
+def _flops_per_key(attention: AttentionSpec, *, absorbed: bool) -> int:
+    """Of a token's queries; absorbed ones have the width of the cached key."""
+    latent, widths = attention.latent, 2 * attention.head_dim
+    if latent is not None:
+        absorbed_widths = latent.key_dim + latent.rank
+        widths = absorbed_widths if absorbed else latent.qk_dim + latent.v_dim
+    return 2 * attention.num_heads * widths
 
 
 def _num_keys(attention: AttentionSpec, first: int, last: int) -> int:

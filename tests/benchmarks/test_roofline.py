@@ -12,7 +12,14 @@ import shapes
 from inflight.checkpoint.locate import Checkpoint
 from inflight.cli.bench.rows import ROWS, Row
 from inflight.models.registry import read_spec
-from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from inflight.models.spec import (
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+)
 from roofline import Ceilings, Roofline
 
 BYTES = Ceilings(bytes_per_s=1, flops_per_s=math.inf)
@@ -71,6 +78,28 @@ def test_the_rate_is_in_the_metric_of_the_row():
     assert roofline.rate(ROW) == 3 * 4 / roofline.seconds(ROW)
     prompts = Row("prefill", 3, 5, 1)
     assert roofline.rate(prompts) == 3 * 5 / roofline.seconds(prompts)
+
+
+LATENT = LatentSpec(q_rank=6, rank=8, nope_dim=2, rope_dim=2, v_dim=3)
+
+
+def latent_model() -> ModelSpec:
+    attention = AttentionSpec(4, 1, LATENT.key_dim, RopeSpec(), latent=LATENT)
+    return ModelSpec("tiny", 10, 8, (LayerSpec(attention, MlpSpec(6)),), 1e-6, 32)
+
+
+def test_latent_attention_reads_keys_alone_and_prompts_take_narrow_heads():
+    joined = 4 * (2 + 3) * 8  # k and v of latents
+    layer = 8 * (6 + 10) + 6 * 16 + joined + 4 * 3 * 8 + 8 * 3 * 6
+    weights = 5 * 2 * (layer + HEAD)
+    read = Roofline(latent_model(), BYTES, batched_tokens=8).seconds(ROW)
+    assert read == weights + 3 * 2 * 10 * (5 + 6 + 7 + 8)
+    products = 2 * (layer * 15 + HEAD * 3) + 2 * (layer + HEAD) * 9
+    prompts, decode = 2 * 4 * (4 + 3) * (1 + 2 + 3 + 4 + 5), 2 * 4 * (10 + 8) * (6 + 7 + 8)
+    flops = Roofline(latent_model(), FLOPS, batched_tokens=8).seconds(ROW)
+    assert flops == products + 3 * (prompts + decode)
+    eighths = Roofline(latent_model(), BYTES, linear_bytes=1).weight_bytes
+    assert eighths == layer - joined + 2 * (joined + HEAD)
 
 
 def test_layers_and_the_cache_may_have_another_format():

@@ -57,6 +57,7 @@ def read(path: Path) -> dict[str, Any]:
         ("qwen3-8b", 8_190_735_360, 147_456, 40_960),
         ("gemma-3-12b", 11_766_034_176, 393_216, 131_072),
         ("gpt-oss-20b", 20_914_757_184, 49_152, 131_072),
+        ("deepseek-v2-lite", 15_706_484_224, 31_104, 163_840),
     ],
 )
 def test_a_shape_has_the_published_numbers(name: str, parameters: int, kv_bytes: int, context: int):
@@ -66,6 +67,8 @@ def test_a_shape_has_the_published_numbers(name: str, parameters: int, kv_bytes:
         attention, mlp = layer.attention, layer.mlp
         vectors += (4 if layer.post_norms else 2) * spec.hidden_size
         vectors += 2 * attention.head_dim if attention.qk_norm else 0
+        latent = attention.latent
+        vectors += latent.rank + latent.q_rank if latent else 0
         vectors += attention.q_width + 2 * attention.kv_width if attention.qkv_bias else 0
         vectors += spec.hidden_size if attention.out_bias else 0
         vectors += attention.num_heads if attention.sinks else 0
@@ -132,7 +135,7 @@ def test_a_shape_without_rows_has_those_of_the_command():
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'qwen' is unknown; allowed: gemma-3-12b, gpt-oss-20b, "):
+    with pytest.raises(ConfigError, match="'qwen' is unknown; allowed: deepseek-v2-lite, gemma-3"):
         shapes.load("qwen")
 
 

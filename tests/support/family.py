@@ -20,6 +20,7 @@ from torch import Tensor
 
 import family_engine
 import family_gpu
+import latents
 import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
@@ -126,6 +127,8 @@ def write_gguf(
     changes = {key: settings[key] for key in (*SHAPE, "rope_theta")}
     if "rms_norm_eps" not in model.config.to_dict():
         metadata |= {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
+    # Older files have neither the key nor tensors of their own.
+    is_split = "attention.key_length_mla" in metadata
     return tiny_gguf.write_gguf(
         path,
         kind,
@@ -133,6 +136,7 @@ def write_gguf(
         extra=extra,
         architecture=architecture,
         metadata=metadata,
+        up_dims=latents.head_dims(settings) if is_split else None,
         **changes,
     )
 
@@ -288,7 +292,8 @@ class Suite:
     ) -> None:
         model = self.make(changes)
         type_ = gguf.GGMLQuantizationType[kind]
-        model.load_state_dict(tiny_gguf.rounded(model.state_dict(), type_))
+        up_dims = latents.head_dims(model.config.to_dict())
+        model.load_state_dict(tiny_gguf.rounded(model.state_dict(), type_, up_dims))
         checkpoint = write_gguf(
             model,
             tmp_path / "x.gguf",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import experts
+import latents
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 
@@ -49,9 +50,11 @@ def quantised(name: str, kind: gguf.GGMLQuantizationType) -> bool:
 
 
 def rounded(
-    weights: dict[str, torch.Tensor], kind: gguf.GGMLQuantizationType
+    weights: dict[str, torch.Tensor],
+    kind: gguf.GGMLQuantizationType,
+    up_dims: latents.HeadDims | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What is left of the weights after quantising them."""
+    """What is left of the weights after quantising them, those of latents by parts of `up_dims`."""
 
     def rows_rounded(tensor: torch.Tensor) -> torch.Tensor:
         values = gguf.quantize(np.ascontiguousarray(tensor.numpy()), kind)
@@ -61,6 +64,9 @@ def rounded(
     found = dict(weights)
     for name, tensor in weights.items():
         if quantised(name, kind):
+            if up_dims is not None and latents.is_joined(name):
+                found[name] = latents.each_part(tensor, up_dims, rows_rounded)
+                continue
             is_turned = transposed and experts.is_stack(name)
             found[name] = rows_rounded(tensor.mT).mT if is_turned else rows_rounded(tensor)
     return found
@@ -73,9 +79,11 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     architecture: str = "llama",
+    up_dims: latents.HeadDims | None = None,
     **changes: Any,
 ) -> Checkpoint:
-    """Write a file; `metadata` adds or replaces keys of the architecture (None leaves one out)."""
+    """Write a file; `metadata` adds or replaces keys of the architecture (None leaves one out), and
+    with `up_dims` keys and values are made of latents by tensors of their own."""
     settings = tiny.SETTINGS | changes
     if weights is None:
         weights = tiny.random_weights(settings)
@@ -111,6 +119,8 @@ def write_gguf(
     writer.add_uint32("tokenizer.ggml.eos_token_id", settings["eos_token_id"])
     writer.add_uint32("tokenizer.ggml.eot_token_id", 3)
     heads = {"q": settings["num_attention_heads"], "k": settings["num_key_value_heads"]}
+    if up_dims is not None:
+        weights = latents.named(weights, up_dims)
     for name, tensor in experts.stacked(weights).items():
         values = tensor.numpy()
         for letter, count in heads.items():

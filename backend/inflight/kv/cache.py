@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,10 +38,11 @@ class KVCache:
     Attributes:
         data: the allocations, each [..., num_blocks, block_size, num_kv_heads, dim]: per group
             [layers, 2, ...], keys then values; if keys and values differ in width, [layers, ...]
-            for the keys and another for the values. With several tables one for the keys and one
-            for the values of all layers, [slots, ...].
+            for the keys and another for the values; none for values that are a part of their keys.
+            With several tables one for the keys and one for the values of all layers, [slots, ...].
         layers: (keys, values) of each layer, [num_kernel_blocks, block_size, num_kv_heads,
-            values of a head]; views into data.
+            values of a head]; views into data. Values that are a part of their keys are views of
+            the same memory.
         table_of: by layer, the index of its block table.
         views: by table, the memory of its layers, each [..., num_kernel_blocks, block_size,
             num_kv_heads, dim]; views into data.
@@ -98,28 +101,30 @@ class KVCache:
             return _lazy_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def _pair(self, keys: Tensor, values: Tensor) -> _Pair:
-        """Views of a layer's blocks."""
-        if not self.is_quantized:
-            return keys, values
-        dtype = self.dtype
-        return kv_quantization.of_blocks(keys, dtype), kv_quantization.of_blocks(values, dtype)
+    def _pair(self, group: KVGroup, parts: Sequence[Tensor]) -> _Pair:
+        """Views of a layer's blocks: of keys, and of values if these are apart."""
+        keys, *others = map(self._memory, parts)
+        if others:
+            return keys, others[0]
+        return keys, kv_quantization.first_columns(keys, group.shared_dim)
+
+    def _memory(self, blocks: Tensor) -> KVMemory:
+        return kv_quantization.of_blocks(blocks, self.dtype) if self.is_quantized else blocks
 
     def _allocate(
         self, group: KVGroup, blocks: _Shape, device: torch.device | None
     ) -> dict[int, _Pair]:
         layers, heads = len(group.layers), group.num_kv_heads
+        parts: Sequence[Tensor]
         if group.k_dim == group.v_dim:
             pairs = self._zeros((layers, 2, *blocks, heads, group.k_dim), device)
             self.data.append(pairs)
-            keys, values = pairs.unbind(1)
+            parts = pairs.unbind(1)
         else:
-            keys = self._zeros((layers, *blocks, heads, group.k_dim), device)
-            values = self._zeros((layers, *blocks, heads, group.v_dim), device)
-            self.data += [keys, values]
+            parts = [self._zeros((layers, *blocks, heads, dim), device) for dim in group.dims]
+            self.data += parts
         return {
-            layer: self._pair(*pair)
-            for layer, *pair in zip(group.layers, keys, values, strict=True)
+            layer: self._pair(group, own) for layer, *own in zip(group.layers, *parts, strict=True)
         }
 
     def _share(
@@ -127,20 +132,20 @@ class KVCache:
     ) -> dict[int, _Pair]:
         """Allocate slots that the layers of all tables use; groups do not differ in shape."""
         group = layout.groups[0]
-        widths = ((group.num_kv_heads, width) for width in (group.k_dim, group.v_dim))
+        widths = ((group.num_kv_heads, width) for width in group.dims)
         self.data = [self._zeros((layout.num_slots, *blocks, *width), device) for width in widths]
         found: dict[int, _Pair] = {}
         for index, table in enumerate(layout.tables):
             # [layers, kernel blocks, ...]: the slots of a layer are adjacent.
             num_kernel_blocks = table.kernel_blocks * blocks[0]
-            keys, values = (
+            parts = [
                 data[: table.num_slots].view(-1, num_kernel_blocks, *data.shape[2:])
                 for data in self.data
-            )
-            self.views.append([keys, values])
-            for layer, pair in zip(table.layers, zip(keys, values, strict=True), strict=True):
+            ]
+            self.views.append(parts)
+            for layer, *own in zip(table.layers, *parts, strict=True):
                 self.table_of[layer] = index
-                found[layer] = self._pair(*pair)
+                found[layer] = self._pair(group, own)
         return found
 
 

@@ -33,8 +33,10 @@ class KVGroup:
     Attributes:
         layers: their indices, ascending.
         num_kv_heads: heads of keys and values.
-        k_dim, v_dim: elements of a head's key and value.
+        k_dim, v_dim: elements of a head's key and value; v_dim is 0 if the value is a part of the
+            key, as with latent attention.
         window: tokens that a query attends to, its own included; 0 for all previous ones.
+        shared_dim: if v_dim is 0, the first elements of a key that are its value.
     """
 
     layers: tuple[int, ...]
@@ -42,11 +44,22 @@ class KVGroup:
     k_dim: int
     v_dim: int
     window: int = 0
+    shared_dim: int = 0
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Elements of each vector that is kept of a head: of its key and, if apart, its value."""
+        return (self.k_dim, self.v_dim) if self.v_dim else (self.k_dim,)
+
+    @property
+    def token_elements(self) -> int:
+        """Of a token's key and value in one layer."""
+        return self.num_kv_heads * sum(self.dims)
 
     def token_bytes(self, dtype: KVDtype) -> int:
         """Bytes of a token's key and value in one layer, scales included."""
-        values, scales = self.k_dim + self.v_dim, 2 * _SCALE_BYTES.get(dtype, 0)
-        return self.num_kv_heads * (values * _ITEM_BYTES[dtype] + scales)
+        scale = _SCALE_BYTES.get(dtype, 0)
+        return self.num_kv_heads * sum(dim * _ITEM_BYTES[dtype] + scale for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +147,7 @@ class KVLayout:
 
     Attributes:
         groups: each layer is in exactly one.
-        dtype: of keys and values; `fp8` and `int8` with a scale per token and head
+        dtype: of keys and values; `fp8` and `int8` with a scale per vector
             (`torch_ops.kv_quantization`).
         frees_windows: whether blocks are freed once no window reaches them. Where the groups differ
             in shape, they are kept all the same.
@@ -152,7 +165,7 @@ class KVLayout:
     def tables(self) -> tuple[KVTable, ...]:
         """The block tables of a sequence; each layer is in exactly one."""
         windowed = [group for group in self.groups if group.window]
-        shapes = {(group.num_kv_heads, group.k_dim, group.v_dim) for group in self.groups}
+        shapes = {(group.num_kv_heads, group.dims, group.shared_dim) for group in self.groups}
         if not self.frees_windows or not windowed or len(shapes) > 1:
             return (KVTable(tuple(range(self.num_layers))),)
         window = max(group.window for group in windowed)

@@ -18,6 +18,7 @@ from inflight.kv.cache import KVCache
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.layers.routing import routing_of
 from inflight.models.loader import (
     CpuExperts,
     CpuPlacement,
@@ -39,8 +40,10 @@ from inflight.models.spec import (
     QueryScaling,
     RopeSpec,
 )
+from inflight_kernels.torch_ops import latent as latent_ops
 from inflight_kernels.torch_ops import moe as moe_ops
 from inflight_kernels.torch_ops import transformer as ops
+from inflight_kernels.torch_ops.kv_quantization import KVMemory
 
 
 class TableInputs(NamedTuple):
@@ -133,19 +136,16 @@ class Decoder:
         x, residual = self._embed(token_ids), None
         aux: dict[int, Tensor] = {}
         layers = zip(spec.layers, weights.layers, cache.layers, cache.table_of, strict=True)
-        for index, (layer, own, (k_cache, v_cache), which) in enumerate(islice(layers, last + 1)):
-            attention, table = layer.attention, tables[which]
+        for index, (layer, own, caches, which) in enumerate(islice(layers, last + 1)):
+            attention, (slots, plan) = layer.attention, tables[which]
             x, residual = self._enter(x, residual, own.attention_norm)
             if index in aux_layers:
                 aux[index] = residual
-            q, k, v = self._project(x, attention, own, positions, *ropes[attention.rope])
-            ops.write_kv(k, v, k_cache, v_cache, table.slot_mapping)
+            rope = ropes[attention.rope]
+            q = self._write_keys(x, attention, own, positions, rope, caches, slots)
             if index == last and kept is not None and not len(kept):
                 break
-            visible = table.plan.within(attention.window)
-            attended = ops.attend(
-                q, k_cache, v_cache, visible, attention.scale, attention.score_cap, own.sinks
-            )
+            attended = _attend(q, attention, own, caches, plan)
             if index == last and kept is not None:
                 attended, residual = (rows.index_select(0, kept) for rows in (attended, residual))
                 x = x.index_select(0, kept) if layer.parallel else x
@@ -212,6 +212,27 @@ class Decoder:
             return ops.layer_norm(x, norm.weight, norm.bias, eps, residual)
         return ops.rms_norm(x, norm.weight, eps, residual)
 
+    def _write_keys(
+        self,
+        x: Tensor,
+        attention: AttentionSpec,
+        weights: LayerWeights[CpuWeight, CpuExperts],
+        positions: Tensor,
+        rope: tuple[Tensor, Tensor],
+        caches: tuple[KVMemory, KVMemory],
+        slots: Tensor,
+    ) -> Tensor:
+        """Write keys and values of the input [T, hidden_size] into slots of a layer's cache.
+
+        Returns:
+            Queries [T, H, D], rotated; with latent attention [T, H, nope_dim + rope_dim].
+        """
+        if attention.latent is not None:
+            return _write_latent(x, attention, weights, rope, caches[0], slots)
+        q, k, v = self._project(x, attention, weights, positions, *rope)
+        ops.write_kv(k, v, *caches, slots)
+        return q
+
     def _project(
         self,
         x: Tensor,
@@ -248,6 +269,39 @@ class Decoder:
         return torch.cat(normed, 1)
 
 
+def _write_latent(
+    x: Tensor,
+    attention: AttentionSpec,
+    weights: LayerWeights[CpuWeight, CpuExperts],
+    rope: tuple[Tensor, Tensor],
+    k_cache: KVMemory,
+    slots: Tensor,
+) -> Tensor:
+    """`Decoder._write_keys` with latent attention."""
+    latent, own = attention.latent, weights.latent
+    assert latent is not None and own is not None
+    q, kv = weights.qkv(x).tensor_split((-latent.key_dim,), -1)
+    latent_ops.write_latent(kv, own.kv_norm.weight, latent.norm_eps, *rope, k_cache, slots)
+    if own.q_b is not None and own.q_norm is not None:
+        q = own.q_b(ops.rms_norm(q, own.q_norm.weight, latent.norm_eps)[0])
+    return latent_ops.rotate_queries(q.view(len(q), -1, latent.qk_dim), *rope)
+
+
+def _attend(
+    q: Tensor,
+    attention: AttentionSpec,
+    weights: LayerWeights[CpuWeight, CpuExperts],
+    caches: tuple[KVMemory, KVMemory],
+    plan: ops.AttentionPlan,
+) -> Tensor:
+    """Attention of a layer's queries over its cache -> [T, out_width]."""
+    visible, own = plan.within(attention.window), weights.latent
+    if own is None:
+        scale, cap = attention.scale, attention.score_cap
+        return ops.attend(q, *caches, visible, scale, cap, weights.sinks)
+    return latent_ops.attend(q, own.k_up, own.v_up, caches[0], visible, attention.scale)
+
+
 # Looked up in `ops` at each call, so that tests can replace them.
 _ACTIVATIONS: dict[tuple[Activation, bool], Callable[[Tensor], Tensor]] = {
     ("silu", True): lambda gate_up: ops.silu_mul(gate_up),
@@ -278,15 +332,7 @@ def _mlp(x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
 
 def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight, CpuExperts]) -> Tensor:
     logits = ops.linear(x.float(), weights.router, weights.router_bias)
-    routing = moe_ops.Routing(
-        moe.top_k,
-        moe.renormalize,
-        moe.score,
-        moe.num_groups,
-        moe.top_groups,
-        moe.routing_scale,
-    )
-    experts, scores = moe_ops.route(logits, routing, weights.select_bias)
+    experts, scores = moe_ops.route(logits, routing_of(moe), weights.select_bias)
     out = moe_ops.sum_of_experts(
         x, experts, scores, lambda index, rows: _mlp(rows, moe.expert, weights.experts[index])
     )
@@ -320,12 +366,12 @@ class RotaryTables:
     def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
         self._tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         for attention in spec.attentions:
-            frequencies, factor = inverse_frequencies(attention.rope, attention.head_dim, max_len)
+            frequencies, factor = inverse_frequencies(attention.rope, attention.rope_dim, max_len)
             tables = ops.rotary_tables(frequencies, max_len, factor, dtype)
             self._tables[attention.rope] = tables
 
     def at(self, positions: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
-        """The table rows [T, head_dim] for positions [T]."""
+        """The table rows [T, rope_dim] for positions [T]."""
         return {
             rope: (cos.index_select(0, positions), sin.index_select(0, positions))
             for rope, (cos, sin) in self._tables.items()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from inflight.models.layers.linear import CudaWeight
+from inflight.models.layers.routing import routing_of
 from inflight.models.loader import MoeWeights
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
 from inflight_kernels.ops.linear.operands import Input, NormedRows, Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
-from inflight_kernels.torch_ops.moe import Routing
 
 GATES: dict[Activation, int] = {"silu": products.SILU, "clamped_swiglu": products.CLAMPED}
 """Gates of experts that products compute."""
@@ -157,14 +157,7 @@ class CudaMoe:
         parts = router_parts(scored, memory.outer.dtype)
         self._scores = CudaLinear(parts, None, batch_invariant)
         self._router = routing.Router(
-            Routing(
-                moe_spec.top_k,
-                moe_spec.renormalize,
-                moe_spec.score,
-                moe_spec.num_groups,
-                moe_spec.top_groups,
-                moe_spec.routing_scale,
-            ),
+            routing_of(moe_spec),
             moe_spec.num_experts,
             len(parts) // len(scored),
             weights.router_bias,

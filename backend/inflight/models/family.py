@@ -93,6 +93,9 @@ _GGUF_KEYS = {
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
     "num_nextn_predict_layers": "nextn_predict_layers",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
     "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale",
     "head_dim": "attention.key_length",
@@ -297,14 +300,24 @@ class Settings:
             if isinstance(pattern, int) and pattern > 0:  # every so many layers there is a full one
                 return [(index + 1) % pattern != 0 for index in range(self.num_layers)]
             return [is_sliding(index) for index in range(self.num_layers)]
-        listed = self.fields.get("layer_types")
+        listed = self.listed("layer_types", "full_attention", "sliding_attention")
         if listed is None:
             return [is_sliding(index) for index in range(self.num_layers)]
-        known = {"full_attention": False, "sliding_attention": True}
+        return listed
+
+    def listed(self, key: str, no: str, yes: str) -> list[bool] | None:
+        """What config.json lists of each layer, one of two words; None if it does not.
+
+        Raises:
+            ConfigError: not so many words, or others.
+        """
+        listed, known = self.fields.get(key), {no: False, yes: True}
+        if listed is None:
+            return None
         whole = isinstance(listed, list) and len(listed) == self.num_layers
         if not whole or not all(isinstance(kind, str) and kind in known for kind in listed):
             raise self.fields.error(
-                f"layer_types: {listed!r}; allowed: {' or '.join(known)} for each of "
+                f"{key}: {listed!r}; allowed: {' or '.join(known)} for each of "
                 f"{self.num_layers} layers"
             )
         return [known[kind] for kind in listed]

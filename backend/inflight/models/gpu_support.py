@@ -33,6 +33,7 @@ def _obstacles(layer: LayerSpec, max_len: int) -> list[tuple[bool, str]]:
     attention = layer.attention
     scaling, head_dims = attention.query_scaling, ", ".join(map(str, GPU_HEAD_DIMS))
     return [
+        (attention.latent is not None, "latent attention is"),
         (
             attention.head_dim not in GPU_HEAD_DIMS,
             f"head_dim {attention.head_dim} (allowed: {head_dims}) is",

@@ -2,7 +2,8 @@
 
 The result is the same for every format: q | k | v and gate | up fused, the columns of heads in the
 order of `rope_order`, norms' weights in float32 and ready to multiply with, all others in the dtype
-of the activations, or in 8 bits with a scale for each row.
+of the activations, or in 8 bits with a scale for each row. With latent attention, what q, k and v
+are made of is fused: queries, or the vector that they are products of, and the latent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, in_one_
 from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.registry import family_of
-from inflight.models.spec import MlpSpec, ModelSpec, MoeSpec
+from inflight.models.spec import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight.models.stored.weights import Shape, Weights, open_weights
 from inflight_kernels.torch_ops.transformer import pack
 
@@ -60,7 +61,7 @@ class WeightPlacement(Protocol[L, X]):
     """Where weights are kept, and in which layout. Results do not alias the file."""
 
     def table(self, stored: Tensor) -> Tensor:
-        """An embedding table, layout unchanged."""
+        """An embedding table, or other weights, in the dtype of activations; layout unchanged."""
 
     def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
         """The weight of a norm, or another vector, plus an offset, in float32."""
@@ -165,11 +166,34 @@ class MoeWeights(Generic[L, X]):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentWeights(Generic[L]):
+    """Weights of latent attention beside those that all attention has (see `torch_ops.latent`).
+
+    Attributes:
+        q_norm, q_b: of queries that are products of a vector: its norm [q_rank], and the linear
+            layer [H * (nope_dim + rope_dim), q_rank]. None if queries are not.
+        kv_norm: [rank], of the latent.
+        k_up: [H, nope_dim, rank], which makes keys of latents; not quantised.
+        v_up: [H, v_dim, rank], which makes values of latents; not quantised.
+    """
+
+    q_norm: NormWeights | None
+    q_b: L | None
+    kv_norm: NormWeights
+    k_up: Tensor
+    v_up: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights(Generic[L, X]):
     """One layer's weights; norms are None if its spec does not have them.
 
     Attributes:
+        qkv: q | k | v; with latent attention q | kv_a, or q_a | kv_a if queries have a rank. kv_a
+            [rank + rope_dim, hidden_size] makes the latent and the part of the key that all heads
+            share.
         sinks: [H] float32; None without sinks.
+        latent: None without latent attention.
     """
 
     attention_norm: NormWeights | None
@@ -177,6 +201,7 @@ class LayerWeights(Generic[L, X]):
     q_norm: NormWeights | None
     k_norm: NormWeights | None
     sinks: Tensor | None
+    latent: LatentWeights[L] | None
     out: L
     attention_post_norm: NormWeights | None
     mlp_norm: NormWeights | None
@@ -274,15 +299,18 @@ def linear_names(spec: ModelSpec) -> set[str]:
     }
 
 
+_QKV = ("q", "q_a", "kv_a", "k", "v")
+"""Slots that are fused, as far as a layer has them."""
+
 _LINEAR = frozenset(
-    {"q", "k", "v", "out"}
+    {*_QKV, "q_b", "out"}
     | {
         f"{prefix}{part}"
         for prefix in ("", "expert_", "shared_")
         for part in ("gate", "up", "down")
     }
 )
-"""Slots of linear layers. Those of expert N end with .N."""
+"""Slots of linear layers that may be quantised. Those of expert N end with .N."""
 
 
 def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
@@ -291,10 +319,8 @@ def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
     attention = layer.attention
     norm = ((hidden,), spec.norm_bias)
     slots: dict[str, tuple[Shape, bool]] = {
-        "q": ((attention.q_width, hidden), attention.qkv_bias),
-        "k": ((attention.kv_width, hidden), attention.qkv_bias),
-        "v": ((attention.kv_width, hidden), attention.qkv_bias),
-        "out": ((hidden, attention.q_width), attention.out_bias),
+        **_slots_of_qkv(attention, hidden),
+        "out": ((hidden, attention.out_width), attention.out_bias),
         **({"sinks": ((attention.num_heads,), False)} if attention.sinks else {}),
         **_slots_of_mlp(layer.mlp, hidden),
     }
@@ -308,6 +334,28 @@ def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
         slots["q_norm"] = (attention.qk_norm_shape(attention.num_heads), False)
         slots["k_norm"] = (attention.qk_norm_shape(attention.num_kv_heads), False)
     return slots
+
+
+def _slots_of_qkv(attention: AttentionSpec, hidden: int) -> dict[str, tuple[Shape, bool]]:
+    latent, num_heads = attention.latent, attention.num_heads
+    if latent is None:
+        rows = {"q": attention.q_width, "k": attention.kv_width, "v": attention.kv_width}
+        return {slot: ((count, hidden), attention.qkv_bias) for slot, count in rows.items()}
+    q_rows, rank = num_heads * latent.qk_dim, latent.rank
+    shapes: dict[str, Shape] = {
+        "kv_a": (latent.key_dim, hidden),
+        "kv_a_norm": (rank,),
+        "kv_b": (num_heads * (latent.nope_dim + latent.v_dim), rank),
+    }
+    if latent.q_rank:
+        shapes |= {
+            "q_a": (latent.q_rank, hidden),
+            "q_a_norm": (latent.q_rank,),
+            "q_b": (q_rows, latent.q_rank),
+        }
+    else:
+        shapes["q"] = (q_rows, hidden)
+    return {slot: (shape, False) for slot, shape in shapes.items()}
 
 
 def _slots_of_mlp(mlp: MlpSpec | MoeSpec, hidden: int) -> dict[str, tuple[Shape, bool]]:
@@ -377,13 +425,14 @@ class _LayerReader(Generic[L, X]):
         def linear(*names: str) -> L:
             return self._placement.linear(*self._fused(index, slots, names))
 
-        spec = self._spec.layers[index].mlp
+        spec, latent = self._spec.layers[index].mlp, self._spec.layers[index].attention.latent
         return LayerWeights(
             attention_norm=norm("attention_norm"),
-            qkv=linear("q", "k", "v"),
+            qkv=linear(*_QKV),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
             sinks=self._vector(index, "sinks") if "sinks" in slots else None,
+            latent=None if latent is None else self._latent(index, slots, latent),
             out=linear("out"),
             attention_post_norm=norm("attention_post_norm"),
             mlp_norm=norm("mlp_norm"),
@@ -391,6 +440,25 @@ class _LayerReader(Generic[L, X]):
             if isinstance(spec, MoeSpec)
             else MlpWeights(linear("gate", "up"), linear("down")),
             mlp_post_norm=norm("mlp_post_norm"),
+        )
+
+    def _latent(
+        self, index: int, slots: Mapping[str, tuple[Shape, bool]], spec: LatentSpec
+    ) -> LatentWeights[L]:
+        # Both parts of each head, one below the other.
+        up = self._stored.read(f"{_name(self._spec, index, 'kv_b')}.weight")
+        heads = up.view(-1, spec.nope_dim + spec.v_dim, spec.rank)
+        k_up, v_up = torch.split(heads, [spec.nope_dim, spec.v_dim], 1)
+        q_norm, q_b = None, None
+        if "q_b" in slots:
+            q_norm = self.norm(_name(self._spec, index, "q_a_norm"), has_bias=False)
+            q_b = self._placement.linear(*self._fused(index, slots, ["q_b"]))
+        return LatentWeights(
+            q_norm=q_norm,
+            q_b=q_b,
+            kv_norm=self.norm(_name(self._spec, index, "kv_a_norm"), has_bias=False),
+            k_up=self._placement.table(k_up.contiguous()),
+            v_up=self._placement.table(v_up.contiguous()),
         )
 
     def _moe(
@@ -465,11 +533,16 @@ class _LayerReader(Generic[L, X]):
 
     def _order(self, index: int, slot: str) -> Tensor | None:
         """The order [D] of the columns of each head in a slot; None for that of the file."""
-        if slot not in ("q", "k", "q_norm", "k_norm"):
+        if slot not in ("q", "q_b", "kv_a", "k", "q_norm", "k_norm"):
             return None
         attention = self._spec.layers[index].attention
-        columns = rope_order(attention.rope, attention.head_dim, self._adjacent)
-        return None if columns is None else torch.tensor(columns)
+        latent = attention.latent
+        columns = rope_order(attention.rope, attention.rope_dim, self._adjacent)
+        if columns is None:
+            return None
+        # With latent attention RoPE rotates the columns behind these.
+        first = 0 if latent is None else latent.rank if slot == "kv_a" else latent.nope_dim
+        return torch.tensor([*range(first), *(first + column for column in columns)])
 
 
 def _split(stored: M, rows: list[int]) -> Sequence[M]:

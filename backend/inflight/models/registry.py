@@ -74,7 +74,7 @@ def spec_of(family: Family, found: Settings) -> ModelSpec:
 
 
 def _check_rope(attention: AttentionSpec, found: Settings) -> None:
-    rope, head_dim = attention.rope, attention.head_dim
+    rope, head_dim = attention.rope, attention.rope_dim
     if head_dim % 2:
         raise found.fields.error(f"head_dim: {head_dim} is odd; RoPE needs an even one")
     rotated = rope.rotary_dim or head_dim
@@ -91,9 +91,16 @@ def _check_rope(attention: AttentionSpec, found: Settings) -> None:
 
 
 def _gguf_architecture(file: GgufFile) -> str:
-    """`general.architecture`; llama.cpp gives Mixtral that of Llama."""
+    """`general.architecture`; llama.cpp gives Mixtral that of Llama, and DeepSeek V3 that of V2."""
     name = str(file.metadata.get("general.architecture"))
-    return "mixtral" if name == "llama" and file.metadata.get("llama.expert_count") else name
+    if name == "llama" and file.metadata.get("llama.expert_count"):
+        return "mixtral"
+    # Only V3 chooses experts with sigmoids: older files of V2 do not say how.
+    is_v3 = file.metadata.get("deepseek2.expert_gating_func") == _SIGMOID
+    return "deepseek3" if name == "deepseek2" and is_v3 else name
+
+
+_SIGMOID = 2  # of llama.cpp's gating functions
 
 
 def _families() -> list[Family]:

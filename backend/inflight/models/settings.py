@@ -210,7 +210,11 @@ def of_gguf(file: GgufFile, family: Family) -> Settings:
         )
     num_heads = fields.count("attention.head_count")
     head_dim = fields.count("attention.key_length", fields.count("embedding_length") // num_heads)
-    if fields.count("attention.value_length", head_dim) != head_dim:
+    # Families with latent attention read both.
+    if (
+        "kv_b" not in family.tensors
+        and fields.count("attention.value_length", head_dim) != head_dim
+    ):
         raise fields.error(
             f"attention.value_length: {fields.get('attention.value_length')}; allowed: that of the "
             f"keys, {head_dim}"
@@ -274,7 +278,7 @@ def _rope_of_gguf(fields: CheckedFields, file: GgufFile, max_position_embeddings
         # llama.cpp derives the attention factor and multiplies it by this.
         extra = fields.number("rope.scaling.attn_factor", 1.0)
         derived = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-        if "rope.scaling.yarn_log_multiplier" in fields:
+        if fields.get("rope.scaling.yarn_log_multiplier"):
             derived = 1.0  # mscale and mscale_all_dim cancel out
         return RopeSpec(
             theta,

@@ -4,7 +4,7 @@ that creates it from a checkpoint's settings; the decoders execute it and know n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from inflight.config import EngineConfig, KVDtype
@@ -76,11 +76,50 @@ class QueryScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """Grouped-query attention of one layer (arXiv:2305.13245).
+class LatentSpec:
+    """Latent attention (MLA, arXiv:2405.04434): keys and values of all heads are products of one
+    vector per token, its latent, which is cached instead of them.
+
+    `torch_ops.latent` defines it.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: H, G and D.
+        q_rank: of queries, which are products of such a vector as well; 0 if they are not.
+        rank: columns of the latent.
+        nope_dim: columns of a head's query and key that RoPE does not rotate.
+        rope_dim: those behind them that it rotates; of keys, all heads share them.
+        v_dim: columns of a head's value.
+        norm_eps: added to the mean square in the norms of both vectors.
+    """
+
+    q_rank: int
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    norm_eps: float = 1e-6
+
+    @property
+    def qk_dim(self) -> int:
+        """Columns of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Columns of the cached key: the latent, and what all heads share."""
+        return self.rank + self.rope_dim
+
+    def up_elements(self, num_heads: int) -> int:
+        """Of the matrices that make keys and values of latents, which are never quantised."""
+        return num_heads * (self.nope_dim + self.v_dim) * self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer (arXiv:2305.13245), or latent attention.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: H, G and D. With latent attention those of queries and
+            keys as the cache has them: one KV head of latent.key_dim columns.
         rope: of queries and keys.
         window: tokens that a query attends to, its own included; 0 for all previous ones.
         qkv_bias, out_bias: whether those projections have a bias.
@@ -91,6 +130,7 @@ class AttentionSpec:
         score_cap: scores become score_cap * tanh(score / score_cap); 0 for no cap.
         query_scaling: of queries, after RoPE.
         sinks: whether each head has a score that takes part in the softmax, without a value.
+        latent: of latent attention; None for any other.
     """
 
     num_heads: int
@@ -106,14 +146,59 @@ class AttentionSpec:
     score_cap: float = 0.0
     query_scaling: QueryScaling | None = None
     sinks: bool = False
+    latent: LatentSpec | None = None
 
     @property
     def q_width(self) -> int:
+        """Columns of the queries that attend to the cache."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Columns of the keys in the cache."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Rows of the fused weight that the layer's input is multiplied by."""
+        latent = self.latent
+        if latent is None:
+            return self.q_width + 2 * self.kv_width
+        return (latent.q_rank or self.num_heads * latent.qk_dim) + latent.key_dim
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the output projection."""
+        return self.q_width if self.latent is None else self.num_heads * self.latent.v_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Columns of a head for which RoPE has angles, though it may leave some of them."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def kv_group(self) -> KVGroup:
+        """What is kept of a token; without layers."""
+        if self.latent is None:
+            return KVGroup((), self.num_kv_heads, self.head_dim, self.head_dim, self.window)
+        return KVGroup((), 1, self.latent.key_dim, 0, self.window, self.latent.rank)
+
+    def matrix_elements(self, hidden_size: int) -> int:
+        total = hidden_size * (self.qkv_width + self.out_width)
+        if self.latent is None:
+            return total
+        return total + self._q_up_elements + self.latent.up_elements(self.num_heads)
+
+    def largest_matrix_elements(self, hidden_size: int) -> int:
+        """Of q, k and v together, which are fused, or of another matrix if that is larger."""
+        widest = max(self.qkv_width, self.out_width)
+        return max(hidden_size * widest, self._q_up_elements)
+
+    @property
+    def _q_up_elements(self) -> int:
+        """Of the matrix that makes queries of vectors of q_rank."""
+        latent = self.latent
+        return 0 if latent is None else latent.q_rank * self.num_heads * latent.qk_dim
 
     @property
     def scale(self) -> float:
@@ -174,6 +259,7 @@ class MoeSpec:
         router_bias: whether the router has one.
         select_bias: whether experts are chosen by score plus a bias.
         num_groups, top_groups: into which experts are divided, and those that a token's are in.
+        best_of_group: scores of a group that are added to rank it: its best one, or best two.
         routing_scale: multiplies scores in the sum.
         shared: an expert of all tokens, whose output is added; None if there is none.
         shared_gate: whether the output of the shared expert is multiplied by a sigmoid gate.
@@ -188,6 +274,7 @@ class MoeSpec:
     select_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    best_of_group: Literal[1, 2] = 2
     routing_scale: float = 1.0
     shared: MlpSpec | None = None
     shared_gate: bool = False
@@ -280,29 +367,45 @@ class ModelSpec:
     def matrix_elements(self) -> int:
         """Number of elements of all weight matrices, with the embedding and the output layer."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * self.matrix_elements_per_layer + embeddings
+        return self.layer_elements + embeddings
 
     @property
     def largest_matrix_elements(self) -> int:
         """Of the largest weight of a linear layer, with those that it is fused with."""
         hidden = self.hidden_size
         return max(
-            max(
-                hidden * (layer.attention.q_width + 2 * layer.attention.kv_width),
-                layer.mlp.largest_matrix_elements(hidden),
-            )
+            part.largest_matrix_elements(hidden)
             for layer in self.layers
+            for part in (layer.attention, layer.mlp)
         )
 
     @property
     def matrix_elements_per_layer(self) -> int:
         """Mean number of elements of a layer's weight matrices."""
-        total = 0
-        for layer in self.layers:
-            attention = layer.attention
-            heads = 2 * (attention.q_width + attention.kv_width)
-            total += self.hidden_size * heads + layer.mlp.matrix_elements(self.hidden_size)
-        return total // len(self.layers)
+        return self.layer_elements // self.num_layers
+
+    @property
+    def layer_elements(self) -> int:
+        """Number of elements of all layers' weight matrices."""
+        return sum(
+            part.matrix_elements(self.hidden_size)
+            for layer in self.layers
+            for part in (layer.attention, layer.mlp)
+        )
+
+    @property
+    def up_elements(self) -> int:
+        """Of the layers' weight matrices that are never quantised: those of latents."""
+        return sum(
+            layer.attention.latent.up_elements(layer.attention.num_heads)
+            for layer in self.layers
+            if layer.attention.latent is not None
+        )
+
+    @property
+    def quantizable_elements(self) -> int:
+        """Of the layers' other weight matrices."""
+        return self.layer_elements - self.up_elements
 
     @property
     def max_context(self) -> int:
@@ -327,16 +430,8 @@ class ModelSpec:
 
     def kv_layout(self, dtype: KVDtype, *, frees_windows: bool = False) -> KVLayout:
         """Its KV cache layout in this dtype (see `KVLayout`)."""
-        members: dict[tuple[int, int, int], list[int]] = {}
+        members: dict[KVGroup, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            attention = layer.attention
-            shape = (attention.num_kv_heads, attention.head_dim, attention.window)
-            members.setdefault(shape, []).append(index)
-        return KVLayout(
-            tuple(
-                KVGroup(tuple(layers), heads, head_dim, head_dim, window)
-                for (heads, head_dim, window), layers in members.items()
-            ),
-            dtype,
-            frees_windows,
-        )
+            members.setdefault(layer.attention.kv_group, []).append(index)
+        groups = (replace(group, layers=tuple(layers)) for group, layers in members.items())
+        return KVLayout(tuple(groups), dtype, frees_windows)

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from inflight.errors import ConfigError
+from inflight.text import deepseek_patterns
 from inflight.text.chat_format import builtin_templates, named_templates, stop_tokens
 
 # tokenizer.ggml.token_type
@@ -41,7 +42,10 @@ _SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+
 # For files without tokenizer.ggml.pre, from older converters.
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-KNOWN_PATTERNS = frozenset({_GPT2, _LLAMA3, _QWEN2, _TEKKEN, _GPT4O, _SEED, *_UNNAMED})
+KNOWN_PATTERNS = frozenset(
+    {_GPT2, _LLAMA3, _QWEN2, _TEKKEN, _GPT4O, _SEED, *_UNNAMED}
+    | {*deepseek_patterns.CODER, *deepseek_patterns.V3}
+)
 """Regular expressions whose time was measured to be linear in the text."""
 
 
@@ -80,6 +84,18 @@ def _seed() -> pre_tokenizers.PreTokenizer:
     return _split(_SEED)
 
 
+def _deepseek_llm() -> pre_tokenizers.PreTokenizer:
+    return _split(*deepseek_patterns.LLM)
+
+
+def _deepseek_coder() -> pre_tokenizers.PreTokenizer:
+    return _split(*deepseek_patterns.CODER)
+
+
+def _deepseek_v3() -> pre_tokenizers.PreTokenizer:
+    return _split(*deepseek_patterns.V3)
+
+
 def _unnamed() -> pre_tokenizers.PreTokenizer:
     return _split(*_UNNAMED)
 
@@ -103,6 +119,9 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "chatglm-bpe": _llama3,
     "qwen2": _qwen2,
     "deepseek-r1-qwen": _qwen2,
+    "deepseek-llm": _deepseek_llm,
+    "deepseek-coder": _deepseek_coder,
+    "deepseek-v3": _deepseek_v3,
     "stablelm2": _qwen2,
     "gpt-4o": _gpt4o,
     "seed-coder": _seed,

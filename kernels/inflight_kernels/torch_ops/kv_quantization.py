@@ -30,7 +30,8 @@ class QuantizedKV:
     """The keys, or the values, of a layer in 8 bits.
 
     Attributes:
-        values: [num_blocks, block_size, G, D] float8_e4m3fn or int8; blocks may be strided.
+        values: [num_blocks, block_size, G, D] float8_e4m3fn or int8; blocks may be strided, and
+            heads if these are a part of their vectors (`first_columns`).
         scales: [num_blocks, G, block_size] float16; multiplied with the values of their head.
     """
 
@@ -103,6 +104,13 @@ def of_blocks(data: Tensor, dtype: torch.dtype) -> QuantizedKV:
         values.as_strided(values.shape, (stride, *values.stride()[1:])),
         scales.as_strided(scales.shape, (stride // SCALE_TYPE.itemsize, *scales.stride()[1:])),
     )
+
+
+def first_columns(memory: KVMemory, dim: int) -> KVMemory:
+    """A view of the first elements of each vector; in 8 bits with the scales of the whole ones."""
+    if isinstance(memory, QuantizedKV):
+        return QuantizedKV(memory.values[..., :dim], memory.scales)
+    return memory[..., :dim]
 
 
 def clear_slots(data: Tensor, slots: Tensor) -> None:

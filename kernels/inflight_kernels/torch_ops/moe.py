@@ -18,16 +18,17 @@ Score = Literal["softmax", "sigmoid"]
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How a router chooses experts (arXiv:1701.06538), optionally from a few groups of them, as
-    DeepSeek V3 does (arXiv:2412.19437).
+    DeepSeek V2 and V3 do (arXiv:2405.04434, arXiv:2412.19437).
 
     Attributes:
         top_k: k.
         renormalize: whether the weights of a token's experts are divided by their sum.
         score: of an expert, from its logit.
         num_groups: into which the experts are divided evenly.
-        top_groups: groups that a token's experts are in: those with the highest sums of their two
-            best scores.
+        top_groups: groups that a token's experts are in: those that are ranked highest.
         scale: multiplies weights.
+        best_of_group: scores of a group that are added to rank it: its best one, as in DeepSeek V2,
+            or its best two, as in V3.
     """
 
     top_k: int
@@ -36,6 +37,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    best_of_group: Literal[1, 2] = 2
 
 
 def route(
@@ -59,7 +61,7 @@ def route(
         ranks = scores + select_bias
     if routing.top_groups < routing.num_groups:
         grouped = ranks.view(len(ranks), routing.num_groups, -1)
-        groups = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        groups = grouped.sort(dim=-1, descending=True).values[..., : routing.best_of_group].sum(-1)
         chosen = _highest(groups, routing.top_groups)
         is_chosen = torch.zeros_like(groups, dtype=torch.bool).scatter(1, chosen, True)
         ranks = grouped.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)

@@ -11,6 +11,7 @@ The ops of sampling are in `torch_ops.sampling`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -208,11 +209,16 @@ def write_kv(
     k: Tensor, v: Tensor, k_cache: KVMemory, v_cache: KVMemory, slot_mapping: Tensor
 ) -> None:
     """Write k and v [T, G, D] into slots [T] of a layer's cache, in place."""
-    for rows, cache in ((k, k_cache), (v, v_cache)):
-        if isinstance(cache, QuantizedKV):
-            kv_quantization.write(rows, cache, slot_mapping)
-        else:
-            cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+    write_rows(k, k_cache, slot_mapping)
+    write_rows(v, v_cache, slot_mapping)
+
+
+def write_rows(rows: Tensor, cache: KVMemory, slot_mapping: Tensor) -> None:
+    """Write keys, or values, [T, G, D] into slots [T] of a layer's cache, in place."""
+    if isinstance(cache, QuantizedKV):
+        kv_quantization.write(rows, cache, slot_mapping)
+    else:
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
 
 
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -237,7 +243,7 @@ def clear_slots(caches: Tensor, slots: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeGroup:
+class DecodeGroup:
     """Decode rows of similar length.
 
     Attributes:
@@ -254,7 +260,7 @@ class _DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkPiece:
+class ChunkPiece:
     """Several queries of one sequence: rows [start, end) of q.
 
     Attributes:
@@ -307,7 +313,7 @@ class AttentionPlan:
         num_blocks = -(-kv_lens // block_size)
         single = np.flatnonzero(q_lens == 1)
         single = single[np.argsort(num_blocks[single], kind="stable")]
-        self.groups: list[_DecodeGroup] = []
+        self.groups: list[DecodeGroup] = []
         begin = 0
         while begin < len(single):
             # Padding to the longest wastes at most half of a group's gathers, or a few blocks.
@@ -327,7 +333,7 @@ class AttentionPlan:
                 )
             )
             begin = end
-        self.pieces: list[_ChunkPiece] = []
+        self.pieces: list[ChunkPiece] = []
         for i in np.flatnonzero(q_lens > 1):
             q_len, kv_len = int(q_lens[i]), int(kv_lens[i])
             mask = None
@@ -337,7 +343,7 @@ class AttentionPlan:
                     mask = mask.triu_(kv_len - q_len + 1 - window)
             blocks = torch.from_numpy(tables[i, : num_blocks[i]])
             start = int(query_start[i])
-            self.pieces.append(_ChunkPiece(start, start + q_len, blocks, kv_len, mask))
+            self.pieces.append(ChunkPiece(start, start + q_len, blocks, kv_len, mask))
 
     def within(self, window: int) -> AttentionPlan:
         """The plan of the same step for layers with this window; 0 for none."""
@@ -354,7 +360,7 @@ def _decode_group(
     kv_lens: Ints,
     first_keys: Ints | None,
     dtype: torch.dtype,
-) -> _DecodeGroup:
+) -> DecodeGroup:
     """A group whose rows attend to keys [first_keys, kv_lens) of the blocks in their tables."""
     width = int(num_blocks.max())
     kv_len = int(kv_lens.max())
@@ -369,7 +375,7 @@ def _decode_group(
     if hidden.any():
         mask = torch.zeros(hidden.shape, dtype=dtype)
         mask = mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, None, :]
-    return _DecodeGroup(
+    return DecodeGroup(
         None if rows is None else torch.from_numpy(rows),
         torch.from_numpy(blocks.reshape(-1)),
         kv_len,
@@ -386,54 +392,81 @@ def attend(
     cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, H, D] over a layer's cache as planned -> [T, H * D].
+    """Causal attention of q [T, H, D] over a layer's cache as planned -> [T, H * D], or as wide as
+    the cache's values are.
 
     Scores become cap * tanh(score / cap) if there is a cap. Sinks [H] float32 are the scores of a
     further key of each head, whose value is 0 (arXiv:2309.17453).
     """
-    num_tokens, num_heads, head_dim = q.shape
+    return attend_parts(
+        q,
+        plan,
+        q.shape[1] * v_cache.shape[-1],
+        lambda rows, group: _attend_decode(rows, k_cache, v_cache, group, scale, cap, sinks),
+        lambda rows, piece: _attend_chunk(rows, k_cache, v_cache, piece, scale, cap, sinks),
+    )
+
+
+def attend_parts(
+    q: Tensor,
+    plan: AttentionPlan,
+    width: int,
+    decode: Callable[[Tensor, DecodeGroup], Tensor],
+    chunk: Callable[[Tensor, ChunkPiece], Tensor],
+) -> Tensor:
+    """Attention of q [T, H, D] -> [T, width] by functions of the rows of each part of a plan."""
     if len(plan.groups) == 1 and plan.groups[0].rows is None:
-        return _attend_decode(q, k_cache, v_cache, plan.groups[0], scale, cap, sinks)
-    out = q.new_empty(num_tokens, num_heads * head_dim)
+        return decode(q, plan.groups[0])
+    out = q.new_empty(len(q), width)
     for group in plan.groups:
         assert group.rows is not None
-        rows = q.index_select(0, group.rows)
-        values = _attend_decode(rows, k_cache, v_cache, group, scale, cap, sinks)
-        out.index_copy_(0, group.rows, values)
+        out.index_copy_(0, group.rows, decode(q.index_select(0, group.rows), group))
     for piece in plan.pieces:
-        k = _gather(k_cache, piece.blocks, 1, piece.kv_len, q.dtype)
-        v = _gather(v_cache, piece.blocks, 1, piece.kv_len, q.dtype)
-        rows = q[piece.start : piece.end].transpose(0, 1).unsqueeze(0)
-        if cap or sinks is not None:
-            rows_sinks = None if sinks is None else sinks[:, None, None]
-            values = unfused_attention(rows, k, v, piece.mask, scale, cap, rows_sinks)
-        else:
-            values = F.scaled_dot_product_attention(
-                rows,
-                k,
-                v,
-                attn_mask=piece.mask,
-                is_causal=piece.mask is None,
-                scale=scale,
-                enable_gqa=True,
-            )
-        out[piece.start : piece.end] = values[0].transpose(0, 1).flatten(1)
+        out[piece.start : piece.end] = chunk(q[piece.start : piece.end], piece)
     return out
+
+
+def _attend_chunk(
+    q: Tensor,
+    k_cache: KVMemory,
+    v_cache: KVMemory,
+    piece: ChunkPiece,
+    scale: float,
+    cap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    k = gather(k_cache, piece.blocks, 1, piece.kv_len, q.dtype)
+    v = gather(v_cache, piece.blocks, 1, piece.kv_len, q.dtype)
+    rows = q.transpose(0, 1).unsqueeze(0)
+    if cap or sinks is not None:
+        rows_sinks = None if sinks is None else sinks[:, None, None]
+        values = unfused_attention(rows, k, v, piece.mask, scale, cap, rows_sinks)
+    else:
+        values = F.scaled_dot_product_attention(
+            rows,
+            k,
+            v,
+            attn_mask=piece.mask,
+            is_causal=piece.mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+    return values[0].transpose(0, 1).flatten(1)
 
 
 def _attend_decode(
     q: Tensor,
     k_cache: KVMemory,
     v_cache: KVMemory,
-    group: _DecodeGroup,
+    group: DecodeGroup,
     scale: float,
     cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[-2]
-    k = _gather(k_cache, group.blocks, num_rows, group.kv_len, q.dtype)
-    v = _gather(v_cache, group.blocks, num_rows, group.kv_len, q.dtype)
+    k = gather(k_cache, group.blocks, num_rows, group.kv_len, q.dtype)
+    v = gather(v_cache, group.blocks, num_rows, group.kv_len, q.dtype)
     # The query heads of one KV head take the place of a longer chunk's queries.
     queries = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if cap or sinks is not None:
@@ -442,7 +475,7 @@ def _attend_decode(
         values = unfused_attention(queries, k, v, visible, scale, cap, own_sinks, is_causal=False)
     else:
         values = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
-    return values.reshape(num_rows, num_heads * head_dim)
+    return values.reshape(num_rows, -1)
 
 
 def unfused_attention(
@@ -480,7 +513,7 @@ def unfused_attention(
     return scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
-def _gather(
+def gather(
     cache: KVMemory, blocks: Tensor, num_rows: int, kv_len: int, dtype: torch.dtype
 ) -> Tensor:
     """Gather the blocks of num_rows sequences -> [num_rows, G, kv_len, D]; from 8 bits in dtype."""

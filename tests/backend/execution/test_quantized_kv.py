@@ -14,49 +14,18 @@ import family_gpu
 import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, KVDtype, SpeculativeConfig
-from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.execution.cuda_runner import CudaRunner
-from inflight.execution.factory import build
 from inflight.models.registry import read_spec
-from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
+from mixed_requests import asked, make_engine
 from paged_decoder import Paged, blocks_for, load
 from prompts import PROMPTS
 from windowed import LENGTHS, keep_all, requests, run_poisoned, write_model
 from windowed import make_engine as windowed_engine
 
 each_dtype = pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
-
-NUM_OUTPUT = 24
-
-
-def make_engine(checkpoint: Checkpoint, kv_dtype: str, **changes: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "num_threads": 1,
-        "block_size": 4,
-        "num_blocks": 400,
-        "enable_prefix_caching": False,
-        "kv_cache_dtype": kv_dtype,
-    }
-    config = EngineConfig(model=str(checkpoint.path), **settings | changes)
-    runner, _ = build(config, checkpoint, lambda what, done: None)
-    return Engine(config, runner, 256, eos_token_ids=())
-
-
-def asked(**params: Any) -> list[Request]:
-    """Prompts of different lengths, some with a common beginning."""
-    common = [(13 * i + 5) % 160 for i in range(21)]
-    prompts = [
-        common[: 7 * (i % 4)] + [(31 * i + 7 * j + 3) % 160 for j in range(2 + 5 * i)]
-        for i in range(8)
-    ]
-    greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_OUTPUT}
-    return [
-        Request(i, prompt, SamplingParams(**greedy | params), output_ids=(i,))
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +102,7 @@ def test_drafts_change_no_text_and_the_drafters_cache_has_8_bits_too(
 @each_dtype
 def test_beams_copy_blocks_with_their_scales(tiny_llama: Checkpoint, kv_dtype: str) -> None:
     def run(**changes: Any) -> dict[int, list[int]]:
-        wanted = [
-            Request(2 * i, one.prompt_ids, one.params, output_ids=(2 * i, 2 * i + 1))
-            for i, one in enumerate(asked(beam_width=2))
-        ]
+        wanted = asked(num_texts=2, beam_width=2)
         return generate(make_engine(tiny_llama, kv_dtype, **changes), wanted)
 
     expected = run(max_num_seqs=2)
@@ -195,24 +161,14 @@ def test_the_runner_of_gpus_writes_the_same_texts(
     }
     params: dict[str, Any] = {"beam_width": beam_width} if beam_width > 1 else {}
 
-    def wanted() -> list[Request]:
-        return [
-            Request(
-                beam_width * i,
-                one.prompt_ids,
-                one.params,
-                output_ids=tuple(range(beam_width * i, beam_width * (i + 1))),
-            )
-            for i, one in enumerate(asked(**params))
-        ]
-
-    expected = generate(make_engine(tiny_llama, kv_dtype, **changes), wanted())
+    expected = generate(make_engine(tiny_llama, kv_dtype, **changes), asked(beam_width, **params))
     family_gpu.install(monkeypatch)
     config = EngineConfig(
         model=str(tiny_llama.path), device="cuda", kv_cache_dtype=kv_dtype, **changes
     )
     runner = CudaRunner(config, tiny_llama, read_spec(tiny_llama), lambda what, done: None)
-    assert generate(Engine(config, runner, 256, eos_token_ids=()), wanted()) == expected
+    engine = Engine(config, runner, 256, eos_token_ids=())
+    assert generate(engine, asked(beam_width, **params)) == expected
 
 
 @each_dtype

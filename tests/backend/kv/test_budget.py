@@ -26,10 +26,16 @@ MAX_BLOCKS = 512
 def test_a_block_holds_keys_and_values_of_all_layers() -> None:
     assert LAYOUT.block_bytes(16) == BLOCK_BYTES
     assert KVLayout(LAYOUT.groups, "bfloat16").block_bytes(16) == BLOCK_BYTES // 2
-    latent = KVGroup((0,), 1, 576, 512)
-    assert KVLayout((latent,), "bfloat16").block_bytes(16) == (576 + 512) * 16 * 2
-    assert KVLayout((latent,), "fp8").block_bytes(16) == (576 + 2 + 512 + 2) * 16
+    uneven = KVGroup((0,), 1, 576, 512)
+    assert KVLayout((uneven,), "bfloat16").block_bytes(16) == (576 + 512) * 16 * 2
+    assert KVLayout((uneven,), "fp8").block_bytes(16) == (576 + 2 + 512 + 2) * 16
     assert KVLayout(LAYOUT.groups, "int8").block_bytes(16) == 2 * 2 * 2 * (16 + 2) * 16
+
+
+def test_a_value_that_is_a_part_of_its_key_takes_no_memory() -> None:
+    latent = KVGroup((0,), 1, 576, 0, shared_dim=512)
+    assert KVLayout((latent,), "bfloat16").block_bytes(16) == 576 * 16 * 2
+    assert KVLayout((latent,), "fp8").block_bytes(16) == (576 + 2) * 16
 
 
 def test_the_pool_is_as_large_as_its_memory_allows() -> None:

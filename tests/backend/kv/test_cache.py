@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psutil
 import pytest
 import torch
@@ -10,6 +12,7 @@ from inflight.config import Dtype, KVDtype
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.kv.layout import KVGroup, KVLayout
+from inflight_kernels.torch_ops import kv_quantization, transformer
 from inflight_kernels.torch_ops.kv_quantization import QuantizedKV
 
 
@@ -46,9 +49,57 @@ def test_layers_of_other_shapes_have_memory_of_their_own() -> None:
     assert cache.data[0][1, 0].all() and not cache.data[0][0].any()
 
 
+LATENT = KVGroup((0, 1), 1, 24, 0, shared_dim=16)
+
+
+def test_values_that_are_a_part_of_their_keys_are_views_of_the_same_memory() -> None:
+    cache = KVCache(KVLayout((LATENT,), "float32"), 5, 4)
+    (data,) = cache.data
+    assert data.shape == (2, 5, 4, 1, 24)
+    keys, values = cache.layers[1]
+    assert (keys.shape, values.shape) == ((5, 4, 1, 24), (5, 4, 1, 16))
+    random = torch.Generator().manual_seed(0)
+    transformer.write_rows(torch.randn(1, 1, 24, generator=random), keys, torch.tensor([13]))
+    assert data[1, 3, 1].all()
+    assert data.count_nonzero() == 24
+    assert torch.equal(values, keys[..., :16])
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_a_key_of_8_bits_and_the_value_in_it_have_one_scale(dtype: KVDtype) -> None:
+    cache = KVCache(KVLayout((LATENT,), dtype), 5, 4)
+    (data,) = cache.data
+    assert data.shape == (2, 5, 4, 1, 26)
+    keys, values = cache.layers[1]
+    rows = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(0))
+    transformer.write_rows(rows, keys, torch.tensor([13]))
+    assert isinstance(keys, QuantizedKV) and isinstance(values, QuantizedKV)
+    assert keys.scales.data_ptr() == values.scales.data_ptr()
+    block = torch.tensor([3])
+    read = kv_quantization.read_blocks(values, block, torch.float32)
+    assert torch.equal(read, kv_quantization.read_blocks(keys, block, torch.float32)[..., :16])
+    torch.testing.assert_close(read[0, 1], rows[0, :, :16], rtol=0.07, atol=0.02)
+    cache.clear_slots(0, torch.tensor([13]))
+    assert not data.any()
+
+
+def test_tables_share_blocks_of_keys_alone() -> None:
+    shape = {"num_kv_heads": 1, "k_dim": 6, "v_dim": 0, "shared_dim": 4}
+    groups = (KVGroup((0, 1), **shape, window=8), KVGroup((2,), **shape))
+    shared = KVLayout(groups, "float32", frees_windows=True)
+    cache = KVCache(shared, 5, 4)
+    assert sum(data.nbytes for data in cache.data) == 5 * shared.block_bytes(4)
+    for layer, (keys, values) in enumerate(cache.layers):
+        (data,) = cache.data
+        data.zero_()
+        keys[cache.kernel_blocks[cache.table_of[layer]].ids([3])] = 1
+        assert data[:, 3].any() and not data[:, [0, 1, 2, 4]].any()
+        assert torch.equal(values, keys[..., :4])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "int8"])
 def test_the_pool_has_the_bytes_that_the_layout_counts(dtype: KVDtype) -> None:
-    groups = (KVGroup((0, 2), 2, 16, 16), KVGroup((1,), 1, 24, 8))
+    groups = (KVGroup((0, 2), 2, 16, 16), KVGroup((1,), 1, 24, 8), replace(LATENT, layers=(3,)))
     cache = KVCache(KVLayout(groups, dtype), 7, 4)
     assert sum(data.nbytes for data in cache.data) == 7 * KVLayout(groups, dtype).block_bytes(4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,16 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
+from inflight.models.loader import weight_shapes
 from inflight.models.registry import read_spec
-from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from inflight.models.spec import (
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+)
 
 LONGROPE = ("short_factor", "long_factor")
 
@@ -181,6 +190,23 @@ def test_reading_settings_does_not_load_torch() -> None:
         "inflight.models.registry.all_families(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_weights_of_latent_attention_are_counted() -> None:
+    """With the shape of DeepSeek V3."""
+    latent = LatentSpec(q_rank=1536, rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    attention = AttentionSpec(128, 1, latent.key_dim, RopeSpec(), latent=latent)
+    layer = LayerSpec(attention, MlpSpec(1))
+    model = ModelSpec("deepseek_v3", 8, 7168, (layer, layer), 1e-6, 32)
+    assert attention.matrix_elements(7168) == 187_105_280  # without two norms
+    assert model.up_elements == 2 * 128 * 256 * 512
+    mlp = 3 * 7168
+    assert model.quantizable_elements == 2 * (187_105_280 + mlp) - model.up_elements
+    assert model.largest_matrix_elements == 128 * 128 * 7168
+    shapes = weight_shapes(model)
+    matrices = [shape for name, shape in shapes.items() if len(shape) == 2]
+    assert sum(map(math.prod, matrices)) == model.matrix_elements
+    assert model.kv_layout("bfloat16").block_bytes(1) == 2 * 576 * 2
 
 
 def test_the_weights_of_a_layer_are_counted(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from gguf_transformers import quick_reader
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.errors import ConfigError, RequestError
 from inflight.text.gguf_tokenizer import build, read, write_folder
+from inflight.text.linear_pipeline import is_linear
 from inflight.text.tokenizer import Tokenizer, export
 from texts import TEXTS
 from vocabularies import (
@@ -206,6 +207,13 @@ class TestByteLevelGguf:
             ("gpt-4o", "fooBar it's 1234/\n", ["foo", "Bar", " it's", " ", "123", "4", "/\n"]),
             ("gpt-4o", "HTMLParser's", ["HTMLParser's"]),
             ("seed-coder", "a 12!!\n\nb", ["a", " ", "1", "2", "!!", "\n\n", "b"]),
+            ("deepseek-coder", "it's 12\n\nb", ["it", "'", "s", " ", "1", "2", "\n", "\n", "b"]),
+            ("deepseek-coder", "a\u4e2d\u6587 +=", ["a", "\u4e2d\u6587", " +="]),
+            ("deepseek-llm", "it's 12 +=", ["it", "'", "s", " ", "1", "2", " +="]),
+            ("deepseek-llm", "Ab  cd  ", ["Ab", " ", " cd", "  "]),
+            ("deepseek-llm", "a\u4e2d\u6587\u3002", ["a", "\u4e2d\u6587", "\u3002"]),
+            ("deepseek-v3", "I'm 12345!!\n\n x", ["I", "'m", " ", "123", "45", "!!\n\n", " x"]),
+            ("deepseek-v3", "a.b _c\u4e2d\u6587", ["a", ".b", " _", "c", "\u4e2d\u6587"]),
         ],
     )
     def test_each_pre_tokenizer_splits_as_its_model_s(
@@ -214,6 +222,14 @@ class TestByteLevelGguf:
         backend = build(_byte_level_metadata(pre=pre))
         spelled = backend.pre_tokenizer.pre_tokenize_str(text)
         assert [text[start:end] for _, (start, end) in spelled] == parts
+
+    def test_only_deepseek_llm_searches_in_time_that_is_not_linear(self) -> None:
+        """Spaces that do not end a text are searched for its end from each of them."""
+        linear = {
+            pre: is_linear(build(_byte_level_metadata(pre=pre)))
+            for pre in ("deepseek-llm", "deepseek-coder", "deepseek-v3", "llama-bpe")
+        }
+        assert [pre for pre in linear if not linear[pre]] == ["deepseek-llm"]
 
     def test_llama3_s_ids_are_those_of_its_folder(self, tmp_path: Path, llama3: Tokenizer) -> None:
         metadata = _byte_level_metadata(pre="llama-bpe", bos_token_id=600, eos_token_id=603)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ ROUTINGS = {
     "renormalized": Routing(0, renormalize=True, scale=1.5),
     "sigmoid": Routing(0, renormalize=True, score="sigmoid", scale=2.5),
     "groups": Routing(0, renormalize=True, score="sigmoid", num_groups=4, top_groups=2),
+    "best of groups": Routing(0, renormalize=False, num_groups=4, top_groups=2, best_of_group=1),
 }
 
 
 def _routing(name: str, top_k: int) -> Routing:
-    one = ROUTINGS[name]
-    return Routing(top_k, one.renormalize, one.score, one.num_groups, one.top_groups, one.scale)
+    return replace(ROUTINGS[name], top_k=top_k)
 
 
 def _logits(tokens: int, experts: int, kind: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,20 +50,22 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 1), (4, 2), (4, 4)])
-def test_experts_come_from_the_groups_with_the_best_two(
-    score: Score, num_groups: int, top_groups: int
+@pytest.mark.parametrize("best", [1, 2])
+def test_experts_come_from_the_groups_with_the_best_one_or_two(
+    score: Score, num_groups: int, top_groups: int, best: Literal[1, 2]
 ) -> None:
     logits = _logits("spread")
     bias = torch.randn(NUM_EXPERTS, generator=torch.Generator().manual_seed(5))
-    routing = Routing(3, True, score, num_groups, top_groups, scale=2.5)
+    routing = Routing(3, True, score, num_groups, top_groups, 2.5, best)
     experts, weights = route(logits, routing, bias)
     size = NUM_EXPERTS // num_groups
     for row, own, own_weights in zip(logits.double(), experts.tolist(), weights, strict=True):
         scores = row.softmax(-1) if score == "softmax" else row.sigmoid()
         ranks = (scores + bias.double()).tolist()
         groups = [ranks[start : start + size] for start in range(0, NUM_EXPERTS, size)]
-        best = sorted(range(num_groups), key=lambda at: -sum(sorted(groups[at])[-2:]))[:top_groups]
-        allowed = [index for index in range(NUM_EXPERTS) if index // size in best]
+        totals = [sum(sorted(group)[-best:]) for group in groups]
+        chosen = sorted(range(num_groups), key=lambda at: -totals[at])[:top_groups]
+        allowed = [index for index in range(NUM_EXPERTS) if index // size in chosen]
         assert own == sorted(allowed, key=lambda index: -ranks[index])[:3]
         expected = 2.5 * scores[own] / scores[own].sum()
         torch.testing.assert_close(own_weights.double(), expected, rtol=1e-5, atol=1e-7)

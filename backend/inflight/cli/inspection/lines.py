@@ -129,9 +129,20 @@ def _linear_layers(one: Summary) -> str:
 
 def _attention(one: Attention) -> str:
     window = f"window {one.window}" if one.window else "no window"
+    heads = f"{one.num_heads} heads, {_widths(one)}"
+    return f"{one.num_layers} layers: {heads}, {window}, {_rope(one.rope)}"
+
+
+def _widths(one: Attention) -> str:
+    if one.latent is None:
+        return f"{one.num_kv_heads} of keys and values, head_dim {one.head_dim}"
+    sizes = one.latent
+    ranks = f"rank {sizes['rank']}"
+    if sizes["q_rank"]:
+        ranks += f", of queries {sizes['q_rank']}"
     return (
-        f"{one.num_layers} layers: {one.num_heads} heads, {one.num_kv_heads} of keys and values, "
-        f"head_dim {one.head_dim}, {window}, {_rope(one.rope)}"
+        f"latent attention ({ranks}), queries and keys of {sizes['nope_dim']} + "
+        f"{sizes['rope_dim']} columns, values of {sizes['v_dim']}"
     )
 
 

@@ -21,7 +21,7 @@ from inflight.models.loader import weight_shapes
 from inflight.models.quantization.choice import UNQUANTISED, linear_format, num_quantized
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
-from inflight.models.spec import MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from inflight.models.spec import LatentSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from inflight.models.stored.weights import open_weights
 from inflight.text.tokenizer import Tokenizer
 
@@ -40,7 +40,9 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_layers: how many.
-        num_heads, num_kv_heads, head_dim: of queries, of keys and values, and their width.
+        num_heads, num_kv_heads, head_dim: of queries, of keys and values, and their width; with
+            latent attention as the KV cache has them.
+        latent: sizes of latent attention (see `LatentSpec`); None for any other.
         window: tokens that a query attends to; 0 for all.
         rope: the parameters of RoPE that differ from their defaults, and theta.
     """
@@ -49,6 +51,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent: dict[str, int] | None
     window: int
     rope: dict[str, Any]
 
@@ -214,11 +217,19 @@ def _attention(spec: ModelSpec) -> list[Attention]:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
+            latent=_sizes_of(attention.latent),
             window=attention.window,
             rope=_settings_of(attention.rope),
         )
         for attention, count in Counter(layer.attention for layer in spec.layers).items()
     ]
+
+
+def _sizes_of(latent: LatentSpec | None) -> dict[str, int] | None:
+    if latent is None:
+        return None
+    names = ("q_rank", "rank", "nope_dim", "rope_dim", "v_dim")
+    return {name: getattr(latent, name) for name in names}
 
 
 def _settings_of(rope: RopeSpec) -> dict[str, Any]:

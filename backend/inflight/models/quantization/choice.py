@@ -97,7 +97,7 @@ def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantiz
     if name == UNQUANTISED:
         return 0
     if name == quantization:
-        return spec.num_layers * spec.matrix_elements_per_layer
+        return spec.quantizable_elements
     return _num_stored(checkpoint, frozenset(_NAMES))
 
 
@@ -108,7 +108,7 @@ def num_quantized_on_gpu(
     if not found.dtypes:
         return 0
     if quantization != "auto":
-        return spec.num_layers * spec.matrix_elements_per_layer
+        return spec.quantizable_elements
     return _num_stored(checkpoint, found.dtypes)
 
 

@@ -48,14 +48,17 @@ _ROWS = (
     _Row(_EXPERTS, "grovemoe", ("qwen3_moe", "qwen3moe", "qwen3")),
     _Row(_EXPERTS, "flex_olmo", ("olmoe", "olmo2", "llama")),
     _Row(_EXPERTS, "granitemoe_swa", ("granitemoe", "granite", "llama")),
-    # DeepSeek's distilled models are Qwen 2 and Llama.
     _Row(
         f"{_EXPERTS}, and it has latent attention (MLA)",
-        "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek2 kimi_k2 mistral4 "
-        "longcat_flash glm4_moe_lite glm_moe_dsa glm-dsa",
-        ("qwen2", "llama"),
+        "deepseek_v4 kimi_k2 mistral4 longcat_flash",
+        ("deepseek_v3", "deepseek2", "llama"),
     ),
-    _Row(_EXPERTS, "deepseek dots1", ("qwen2", "llama")),
+    _Row(
+        "its latent attention (MLA) reads a choice of the keys (sparse attention)",
+        "deepseek_v32 glm_moe_dsa glm-dsa",
+        ("deepseek_v3", "deepseek2", "llama"),
+    ),
+    _Row(_EXPERTS, "deepseek dots1", ("deepseek_v2", "deepseek2", "llama")),
     _Row(_EXPERTS, "phimoe", ("phi3", "llama")),
     _Row(_EXPERTS, "llama4_text"),
     _Row(_EXPERTS, "cohere2_moe", ("cohere2", "llama")),

@@ -86,6 +86,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "logit_scale": 1,
     "logits_scaling": 1,
     "mlp_type": "default",
+    "moe_layer_freq": 1,
     "partial_rotary_factor": 1,
     "position_embedding_type": "rope",
     "residual_multiplier": 1,

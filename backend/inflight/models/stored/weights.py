@@ -23,6 +23,7 @@ from inflight.models.spec import ModelSpec
 from inflight.models.stored.gguf_weights import GgufWeights
 from inflight.models.stored.stack import is_stack
 from inflight.models.stored.transposed_experts import TransposedExperts
+from inflight.models.stored.up_projections import JoinedUpProjections
 
 Progress = Callable[[str, float], None]
 Shape = tuple[int, ...]
@@ -64,7 +65,8 @@ def open_weights(
         return RandomWeights(expected, device)
     weights: Weights
     if checkpoint.format == "gguf":
-        weights = GgufWeights(checkpoint.path, family_of(spec))
+        file = GgufWeights(checkpoint.path, family_of(spec))
+        weights = JoinedUpProjections(file) if "kv_b" in family_of(spec).tensors else file
     else:
         weights = _folder_weights(checkpoint.path, family_of(spec))
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()

@@ -14,7 +14,7 @@ struct RouterParams {
 };
 
 // As torch_ops.moe.Routing has them.
-constexpr int SIGMOID = 1, RENORMALIZE = 2;
+constexpr int SIGMOID = 1, RENORMALIZE = 2, BEST_ALONE = 4;
 
 constexpr float LOWEST = -3.402823466e38f;
 
@@ -36,10 +36,10 @@ __device__ inline int first_of_highest(unsigned key, int index) {
 #endif
 }
 
-// Which groups a token's experts are in: those with the highest sums of their two highest ranks, as
-// bits. `ranks` [num_experts] in shared memory.
+// Which groups a token's experts are in, as bits: those with the highest sums of their two highest
+// ranks, or with the highest ranks (BEST_ALONE). `ranks` [num_experts] in shared memory.
 __device__ inline unsigned chosen_groups(const float* ranks, int num_experts, int num_groups,
-                                         int top_groups) {
+                                         int top_groups, int flags) {
     const int lane = threadIdx.x % 32, size = num_experts / num_groups;
     unsigned key = 0;
     if (lane < num_groups) {
@@ -50,7 +50,7 @@ __device__ inline unsigned chosen_groups(const float* ranks, int num_experts, in
             second = fmaxf(second, fminf(first, rank));
             first = fmaxf(first, rank);
         }
-        key = key_of(size > 1 ? first + second : first);
+        key = key_of(size > 1 && !(flags & BEST_ALONE) ? first + second : first);
     }
     unsigned chosen = 0;
 #pragma unroll 1
@@ -120,8 +120,8 @@ __device__ int choose(const Logit& logit, const RouterParams& router, float* ran
         for (int i = 0; i < PER_LANE; i++)
             if (lane + 32 * i < num_experts) ranks[lane + 32 * i] = rank[i];
         __syncwarp();
-        const unsigned chosen =
-            chosen_groups(ranks, num_experts, router.num_groups, router.top_groups);
+        const unsigned chosen = chosen_groups(ranks, num_experts, router.num_groups,
+                                              router.top_groups, router.flags);
         const int size = num_experts / router.num_groups;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++)

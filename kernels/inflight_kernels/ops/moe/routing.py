@@ -21,7 +21,7 @@ MAX_EXPERTS = 512
 MAX_GROUPS = 32
 
 # As in route.cu.
-_SIGMOID, _RENORMALIZE = 1, 2
+_SIGMOID, _RENORMALIZE, _BEST_ALONE = 1, 2, 4
 _MAX_BLOCK_TOKENS = 64
 _MAX_THREADS = 1024
 
@@ -67,7 +67,7 @@ class Router:
             int(self.shared_gate),
             self.num_experts,
             routing.top_k,
-            _SIGMOID * (routing.score == "sigmoid") | _RENORMALIZE * routing.renormalize,
+            _flags(routing),
             routing.num_groups,
             routing.top_groups,
             routing.scale,
@@ -190,6 +190,12 @@ def _check_operands(logits: Tensor, router: Router, routed: Routed) -> None:
     for name, bias in (("bias", router.bias), ("select_bias", router.select_bias)):
         if bias is not None:
             check(name, bias, (num_experts,), torch.float32, vectors=False)
+
+
+def _flags(routing: Routing) -> int:
+    flags = _SIGMOID if routing.score == "sigmoid" else 0
+    flags |= _RENORMALIZE if routing.renormalize else 0
+    return flags | (_BEST_ALONE if routing.best_of_group == 1 else 0)
 
 
 _PER_LANE = (1, 2, 4, 8, 16)

@@ -42,6 +42,7 @@ def test_a_gguf_file_is_shown_in_full(inflight: Run) -> None:
         "num_heads": 9,
         "num_kv_heads": 3,
         "head_dim": 64,
+        "latent": None,
         "window": 0,
         "rope": {"theta": 100_000.0, "type": "default"},
     }

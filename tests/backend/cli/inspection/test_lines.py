@@ -66,6 +66,22 @@ def test_counts_and_scaling_are_readable(summary: Summary) -> None:
     assert "linear layers: dequantised; 32 bits a value; " in text
 
 
+def test_latent_attention_is_told_by_its_sizes(summary: Summary) -> None:
+    sizes = {"q_rank": 0, "rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 96}
+    text = shown(_with_latent(summary, sizes), is_terminal=False)
+    assert (
+        "2 layers: 4 heads, latent attention (rank 512), queries and keys of 128 + 64 columns, "
+        "values of 96, no window, RoPE default"
+    ) in text
+    text = shown(_with_latent(summary, sizes | {"q_rank": 1536}), is_terminal=False)
+    assert "latent attention (rank 512, of queries 1536)" in text
+
+
+def _with_latent(summary: Summary, sizes: dict[str, int]) -> Summary:
+    attention = msgspec.structs.replace(summary.attention[0], latent=sizes)
+    return msgspec.structs.replace(summary, attention=[attention])
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [

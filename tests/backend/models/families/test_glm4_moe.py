@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig
 
 import family
+import family_nextn
 from inflight.errors import ConfigError
 from inflight.models.registry import read_spec
 
@@ -27,7 +25,7 @@ EXPERTS = {
 }
 
 
-class TestGlm4Moe(family.Suite):
+class TestGlm4Moe(family_nextn.Suite):
     config = Glm4MoeConfig
     variants: ClassVar = {
         "default": EXPERTS,
@@ -51,43 +49,6 @@ class TestGlm4Moe(family.Suite):
             "expert_weights_norm": config.norm_topk_prob,
             "leading_dense_block_count": config.first_k_dense_replace,
         }
-
-
-def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
-    model = _model({})
-    checkpoint = family.write_folder(model, tmp_path)
-    path = tmp_path / "model.safetensors"
-    further = {"eh_proj.weight": torch.ones(64, 128), "mlp.gate.weight": torch.ones(8, 64)}
-    save_file(
-        load_file(path) | {f"model.layers.4.{name}": one for name, one in further.items()}, path
-    )
-    with pytest.raises(ConfigError, match=r"unexpected tensors .*model\.layers\.4\."):
-        family.our_logits(checkpoint, [family.tokens()], family.AT_ONCE[:1])
-    config = tmp_path / "config.json"
-    text = config.read_text()
-    config.write_text(
-        text.replace('"num_nextn_predict_layers": 0', '"num_nextn_predict_layers": 1')
-    )
-    assert config.read_text() != text
-    family.check(checkpoint, model)
-
-
-def test_a_gguf_file_counts_them_among_its_layers(tmp_path: Path) -> None:
-    model = _model({})
-    further = {
-        "blk.4.nextn.eh_proj.weight": np.ones((64, 128), np.float32),
-        "blk.4.attn_norm.weight": np.ones(64, np.float32),
-    }
-    metadata = TestGlm4Moe().metadata(model.config)
-    checkpoint = family.write_gguf(
-        model,
-        tmp_path / "x.gguf",
-        "glm4moe",
-        extra=further,
-        **metadata | {"block_count": 5, "nextn_predict_layers": 1},
-    )
-    assert read_spec(checkpoint).num_layers == 4
-    family.check(checkpoint, model)
 
 
 @pytest.mark.parametrize(

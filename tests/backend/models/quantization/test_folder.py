@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Phi3Config, Qwen3Config
+from transformers import DeepseekV3Config, Phi3Config, Qwen3Config
 
 import family
+import latents
 from inflight.checkpoint.locate import Checkpoint
 from inflight.cli.inspection.summary import summarize
 from inflight.config import EngineConfig
@@ -182,6 +183,31 @@ def test_blocks_of_128_may_be_smaller_at_the_end(tmp_path: Path) -> None:
         else:
             assert torch.equal(found, weight)
     family.check(Checkpoint(tmp_path, "huggingface"), model)
+
+
+@pytest.mark.parametrize(
+    ("config", "quantize", "suffix"),
+    [(FP8, by_row, SCALE), (BLOCKS, by_block, "weight_scale_inv")],
+    ids=["rows", "blocks"],
+)
+def test_matrices_that_make_keys_and_values_of_latents_are_dequantised(
+    tmp_path: Path, config: dict[str, Any], quantize: Quantize, suffix: str
+) -> None:
+    """As DeepSeek V3's files quantise them."""
+    settings = {"pad_token_id": 0, **family.SHAPE, **latents.SHAPE, **latents.EXPERTS}
+    model = family.make(DeepseekV3Config(**settings, n_group=1, topk_group=1))
+    folder, whole = Checkpoint(tmp_path / "8", "huggingface"), tmp_path / "32"
+    write(model, folder.path, config, quantize, suffix)
+    weights = opened(folder.path)
+    model.save_pretrained(whole)
+    tensors = {name: weights.read(name).contiguous() for name in weights.shapes}
+    up = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert not torch.equal(tensors[up], load_file(whole / "model.safetensors")[up])
+    save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+    texts = [family.tokens(), family.tokens(seed=2)]
+    expected = family.our_logits(Checkpoint(whole, "huggingface"), texts, family.MIXED)
+    found = family.our_logits(folder, texts, family.MIXED, quantization="none")
+    torch.testing.assert_close(found, expected)
 
 
 def test_fbgemm_has_a_scale_for_each_row(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from inflight.models.registry import all_families, read_spec
 
 MODEL_TYPES = sorted({name for family in all_families().values() for name in family.model_types})
 
-OF_FILES = {"glm4_moe": {"head_dim": 128}}
-"""Settings of published files whose defaults make no model: half of 42 columns is odd."""
+OF_FILES = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+"""Settings of published files whose defaults make no model: half of 42 columns is odd, and None is
+no number of experts."""
 
 
 def read(folder: Path, settings: dict[str, Any]) -> None:
