@@ -41,6 +41,7 @@ from inflight_kernels.ops.attention_operands import (
     AttentionParams,
     AttentionWeights,
     DequantizedKV,
+    PlannedStep,
     current_gpu,
     heads_of,
 )
@@ -103,32 +104,54 @@ def plan(metadata: AttentionMetadata, *, pdl: bool = False) -> None:
         metadata: of the step.
         pdl: see `Kernel`.
     """
-    spec, base = metadata.spec, metadata.workspace.data_ptr()
+    spec = metadata.spec
     for part in metadata.parts:
-        kernel("attention_plan", "plan")(
-            1,
-            _PLAN_THREADS,
-            metadata.query_start,
-            metadata.seq_lens,
-            len(metadata.seq_lens),
-            spec.group,
-            spec.num_kv_heads // part.shape.heads,
-            part.shape.rows,
-            part.shape.keys,
-            spec.window or _NO_WINDOW,
-            part.min_rows,
-            part.max_rows,
-            part.num_shares,
-            Int64(base + part.first_item),
-            Int64(base + part.items),
-            Int64(base + part.shares),
-            Int64(base + part.arrivals),
-            Int64(base + part.queue if isinstance(part.shape, HopperShape) else 0),
-            spec.batch_invariant,
-            pdl=pdl,
-        )
+        places = spec.num_kv_heads // part.shape.heads
+        plan_part(metadata, part, (spec.group, places), spec.window, spec.batch_invariant, pdl=pdl)
         if isinstance(part.shape, HopperShape) and metadata.dequantized is not None:
             _plan_dequantization(metadata, metadata.dequantized, part, pdl)
+
+
+def plan_part(
+    step: PlannedStep,
+    part: Part,
+    heads: tuple[int, int],
+    window: int,
+    batch_invariant: bool,
+    *,
+    pdl: bool,
+) -> None:
+    """Plan a part of a step, of this or of another kind of attention.
+
+    Args:
+        step: the step.
+        part: of it.
+        heads: query heads that share a unit, and units of the same rows.
+        window, batch_invariant: see `AttentionParams`.
+        pdl: see `Kernel`.
+    """
+    base = step.workspace.data_ptr()
+    kernel("attention_plan", "plan")(
+        1,
+        _PLAN_THREADS,
+        step.query_start,
+        step.seq_lens,
+        len(step.seq_lens),
+        *heads,
+        part.shape.rows,
+        part.shape.keys,
+        window or _NO_WINDOW,
+        part.min_rows,
+        part.max_rows,
+        part.num_shares,
+        Int64(base + part.first_item),
+        Int64(base + part.items),
+        Int64(base + part.shares),
+        Int64(base + part.arrivals),
+        Int64(base + part.queue if isinstance(part.shape, HopperShape) else 0),
+        batch_invariant,
+        pdl=pdl,
+    )
 
 
 def attend(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 HEAD_DIMS = (64, 96, 128, 256)
 HOPPER_HEAD_DIMS = (64, 128)
@@ -21,7 +21,9 @@ MAX_ROPE_CHUNKS = 2
 """With up to so many chunks, of a token each, `attention.rope_attend` is preferred where it is
 supported."""
 
-_NO_LIMIT = 2**31 - 1
+NO_LIMIT = 2**31 - 1
+"""max_rows, or tokens of a chunk, without a bound."""
+
 # Shared memory that the driver reserves per block.
 _RESERVED_SHARED = 1024
 _ALIGNMENT = 256
@@ -214,7 +216,7 @@ def shapes(head_dim: int, shared_bytes: int, cached: str = "") -> tuple[Shape, S
         cached: see `candidates`.
     """
     few, some, many = (
-        next(shape for shape in found if _fits(shape, shared_bytes))
+        next(shape for shape in found if fits(shape, shared_bytes))
         for found in candidates(head_dim, cached)
     )
     return few, some, many
@@ -246,7 +248,7 @@ def heads_shape(heads: Heads, shared_bytes: int) -> HeadsShape | None:
     ):
         return None
     shape = HeadsShape(heads.head_dim, heads.cached)
-    return shape if _fits(shape, shared_bytes) else None
+    return shape if fits(shape, shared_bytes) else None
 
 
 def has_hopper_shape(heads: Heads, gpu: Gpu) -> bool:
@@ -259,7 +261,7 @@ def has_hopper_shape(heads: Heads, gpu: Gpu) -> bool:
     return gpu.is_hopper and heads.head_dim in HOPPER_HEAD_DIMS and is_narrow
 
 
-def _fits(shape: AnyShape, shared_bytes: int) -> bool:
+def fits(shape: PlannedShape, shared_bytes: int) -> bool:
     """Whether a multiprocessor with so much shared memory has room for a block."""
     return shape.shared_bytes + _RESERVED_SHARED <= shared_bytes
 
@@ -276,6 +278,26 @@ def _prefers_heads_kernel(units: int, num_blocks: int, cached: str) -> bool:
 AnyShape = Shape | HeadsShape | HopperShape
 
 
+class PlannedShape(Protocol):
+    """What a plan and a launch need of a shape, one of these or of another kind of attention."""
+
+    @property
+    def stem(self) -> str: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def keys(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def max_blocks(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    def name(self, storage: str) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The chunks of a step that one launch handles, and the place of its plan in the workspace.
@@ -289,7 +311,7 @@ class Part:
         end: of the part in the workspace.
     """
 
-    shape: AnyShape
+    shape: PlannedShape
     min_rows: int
     max_rows: int
     num_shares: int
@@ -348,25 +370,61 @@ def parts(
         # The kernel for few rows depends on the number of chunks. The workspace fits any of them,
         # so that fewer chunks never need more.
         any_of = for_few if shape in for_few else (shape,)
-        most_shares = max(_num_blocks(one, gpu) for one in any_of)
-        num_items = num_chunks + num_tokens * heads.group // min(one.rows for one in any_of)
-        slot_rows = max(2 * _num_blocks(one, gpu) * one.heads * one.rows for one in any_of)
-        sizes = (
-            _ARRIVALS * most_shares * 4,
-            _QUEUE_BYTES,
-            most_shares * _SHARE_BYTES,
-            (num_chunks + 1) * 4,
-            num_items * _ITEM_BYTES,
-            slot_rows * (heads.head_dim + 2) * 4,
+        room = Room(
+            max(num_blocks(one, gpu) for one in any_of),
+            num_chunks,
+            num_chunks + num_tokens * heads.group // min(one.rows for one in any_of),
+            max(2 * num_blocks(one, gpu) * one.heads * one.rows for one in any_of),
+            heads.head_dim,
         )
-        places = [found[-1].end if found else 0]
-        for size in sizes:
-            places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        found.append(Part(shape, min_rows, max_rows, _num_blocks(shape, gpu), *places))
+        begin = found[-1].end if found else 0
+        found.append(lay_out(shape, (min_rows, max_rows), num_blocks(shape, gpu), room, begin))
     return tuple(found)
 
 
-def _num_blocks(shape: AnyShape, gpu: Gpu) -> int:
+class Room(NamedTuple):
+    """What the plan of a part has room for.
+
+    Attributes:
+        shares, chunks, items: maximum numbers.
+        slot_rows: rows of partial sums.
+        value_dim: columns of such a row.
+    """
+
+    shares: int
+    chunks: int
+    items: int
+    slot_rows: int
+    value_dim: int
+
+
+def lay_out(
+    shape: PlannedShape, rows: tuple[int, int], num_shares: int, room: Room, begin: int
+) -> Part:
+    """A part with its plan at `begin` of the workspace.
+
+    Args:
+        shape: of its blocks.
+        rows: min_rows and max_rows (see `Part`).
+        num_shares: blocks.
+        room: at least as much as the part needs.
+        begin: offset in bytes.
+    """
+    sizes = (
+        _ARRIVALS * room.shares * 4,
+        _QUEUE_BYTES,
+        room.shares * _SHARE_BYTES,
+        (room.chunks + 1) * 4,
+        room.items * _ITEM_BYTES,
+        room.slot_rows * (room.value_dim + 2) * 4,
+    )
+    places = [begin]
+    for size in sizes:
+        places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return Part(shape, *rows, num_shares, *places)
+
+
+def num_blocks(shape: PlannedShape, gpu: Gpu) -> int:
     """Blocks that run concurrently."""
     fit = gpu.shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
     return gpu.num_multiprocessors * min(fit, shape.max_blocks)
@@ -396,17 +454,17 @@ def _choose_shapes(
     may_rotate = num_chunks <= MAX_ROPE_CHUNKS
     if of_heads is not None and not may_rotate and not of_heads.rows < rows <= few.rows:
         units = num_chunks * heads.num_kv_heads // of_heads.heads
-        if _prefers_heads_kernel(units, _num_blocks(of_heads, gpu), heads.cached):
+        if _prefers_heads_kernel(units, num_blocks(of_heads, gpu), heads.cached):
             few = of_heads
     if batch_invariant:  # one kernel for all
-        return [(some, 0, _NO_LIMIT)]
+        return [(some, 0, NO_LIMIT)]
     if rows <= few.rows:
-        return [(few, 0, _NO_LIMIT)]
+        return [(few, 0, NO_LIMIT)]
     if rows <= some.rows:
-        return [(some, 0, _NO_LIMIT)]
+        return [(some, 0, NO_LIMIT)]
     if num_chunks == 1:
-        return [(many, 0, _NO_LIMIT)]
-    return [(few, 0, few.rows), (many, few.rows, _NO_LIMIT)]
+        return [(many, 0, NO_LIMIT)]
+    return [(few, 0, few.rows), (many, few.rows, NO_LIMIT)]
 
 
 def max_workspace_bytes(
@@ -424,7 +482,7 @@ def max_workspace_bytes(
     So this is the maximum over the largest step of each kernel.
     """
     if max_q_len is None:
-        max_q_len = _NO_LIMIT
+        max_q_len = NO_LIMIT
     few, some, _ = shapes(heads.head_dim, gpu.shared_bytes, heads.cached)
     lengths = {min(max_q_len, max(1, shape.rows // heads.group)) for shape in (few, some)}
     return max(

@@ -7,7 +7,9 @@ checks only the others.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -193,38 +195,74 @@ class AttentionMetadata:
     parts: tuple[Part, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        num_chunks, spec = len(self.seq_lens), self.spec
-        check("query_start", self.query_start, (num_chunks + 1,), torch.int32, False)
-        check("seq_lens", self.seq_lens, (num_chunks,), torch.int32, False)
-        tables = (num_chunks, self.block_tables.shape[-1])
-        check("block_tables", self.block_tables, tables, torch.int32, False)
-        check("workspace", self.workspace, (self.workspace.numel(),), torch.uint8)
+        spec, dequantizes = self.spec, self.dequantized is not None
+
+        def find(num_chunks: int, num_tokens: int, longest: int) -> tuple[Part, ...]:
+            heads, invariant = spec.heads, spec.batch_invariant
+            gpu = current_gpu()
+            return parts(num_chunks, num_tokens, longest, heads, gpu, invariant, dequantizes)
+
         if self.dequantized is not None:
-            self.dequantized.check_fits(spec, num_chunks)
-        found: tuple[Part, ...] = ()
-        if num_chunks and self.num_tokens:
-            found = parts(
-                num_chunks,
-                self.num_tokens,
-                self.longest,
-                spec.heads,
-                current_gpu(),
-                spec.batch_invariant,
-                self.dequantized is not None,
-            )
-            if self.workspace.numel() < found[-1].end:
-                raise ValueError(
-                    f"workspace has {self.workspace.numel()} bytes; this step needs "
-                    f"{found[-1].end} (workspace_size)"
-                )
-        object.__setattr__(self, "parts", found)
+            self.dequantized.check_fits(spec, len(self.seq_lens))
+        object.__setattr__(self, "parts", parts_of(self, find))
 
     @property
     def longest(self) -> int:
         """Upper bound of the tokens of a chunk."""
-        if self.max_q_len is not None:
-            return self.max_q_len
-        return self.num_tokens - len(self.seq_lens) + 1
+        return longest_of(self)
+
+
+class PlannedStep(Protocol):
+    """The chunks of a step, and the memory of their plan; see `AttentionMetadata`."""
+
+    @property
+    def query_start(self) -> Tensor: ...
+    @property
+    def seq_lens(self) -> Tensor: ...
+    @property
+    def block_tables(self) -> Tensor: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def workspace(self) -> Tensor: ...
+    @property
+    def max_q_len(self) -> int | None: ...
+
+
+def longest_of(step: PlannedStep) -> int:
+    """Upper bound of the tokens of a chunk."""
+    if step.max_q_len is not None:
+        return step.max_q_len
+    return step.num_tokens - len(step.seq_lens) + 1
+
+
+def parts_of(
+    step: PlannedStep, find: Callable[[int, int, int], tuple[Part, ...]]
+) -> tuple[Part, ...]:
+    """The launches of a layer, once the step's operands are checked.
+
+    Args:
+        step: the step.
+        find: the launches for n chunks, T tokens and a maximum of tokens per chunk.
+
+    Raises:
+        ValueError: wrong shape or type of an operand, or a workspace that is too small.
+    """
+    num_chunks, workspace = len(step.seq_lens), step.workspace
+    check("query_start", step.query_start, (num_chunks + 1,), torch.int32, False)
+    check("seq_lens", step.seq_lens, (num_chunks,), torch.int32, False)
+    tables = (num_chunks, step.block_tables.shape[-1])
+    check("block_tables", step.block_tables, tables, torch.int32, False)
+    check("workspace", workspace, (workspace.numel(),), torch.uint8)
+    if not num_chunks or not step.num_tokens:
+        return ()
+    found = find(num_chunks, step.num_tokens, longest_of(step))
+    if workspace.numel() < found[-1].end:
+        raise ValueError(
+            f"workspace has {workspace.numel()} bytes; this step needs {found[-1].end} "
+            "(workspace_size)"
+        )
+    return found
 
 
 def heads_of(

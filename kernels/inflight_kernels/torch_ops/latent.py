@@ -177,3 +177,44 @@ def _attend_expanded(
         scale=scale,
     )
     return values[0, ..., :v_dim].transpose(0, 1).flatten(1)
+
+
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    rank: int,
+) -> Tensor:
+    """Causal attention of any mix of decode rows and prefill chunks over a latent cache.
+
+    Args:
+        q: [T, H, R + P], absorbed.
+        cache: [num_blocks, block_size, 1, R + P], already with the chunks' own keys.
+        block_tables: [n, B].
+        query_start: [n + 1]; chunk i has rows query_start[i]:query_start[i + 1].
+        seq_lens: [n], keys of chunk i, its own rows included.
+        scale: of the scores, before softmax.
+        rank: R.
+
+    Returns:
+        [T, H, R]; zeros for a row without keys, and for rows of no chunk.
+    """
+    out = q.new_zeros(*q.shape[:2], rank)
+    block_size = cache.shape[1]
+    starts = query_start.tolist()
+    for i, kv_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        q_len = rows.stop - rows.start
+        if not q_len or not kv_len:
+            continue
+        blocks = block_tables[i, : -(-kv_len // block_size)].long()
+        keys = cache[blocks].flatten(0, 2)[:kv_len]
+        scores = torch.einsum("qhk,sk->hqs", q[rows], keys) * scale
+        last = torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
+        hidden = torch.arange(kv_len, device=q.device) > last
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num()
+        out[rows] = torch.einsum("hqs,sc->qhc", weights, keys[:, :rank])
+    return out

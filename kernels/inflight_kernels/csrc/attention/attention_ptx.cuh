@@ -33,6 +33,17 @@ __device__ __forceinline__ int count_arrival(int* counter) {
     return before;
 }
 
+// Reads a counter; what happened before an increment that it includes is visible as for
+// `count_arrival`.
+__device__ __forceinline__ int load_acquired(const int* counter) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                 : "=r"(value)
+                 : "l"(__cvta_generic_to_global(counter))
+                 : "memory");
+    return value;
+}
+
 // Copies `bytes` of 16, the others become zero; predicated on `wanted`, without a branch.
 __device__ __forceinline__ void copy_part_async_if(bool wanted, unsigned target, const void* source,
                                                    int bytes) {

@@ -177,7 +177,7 @@ struct Merged {
     float4 sums;
     float max, total;
 
-    __device__ __forceinline__ explicit Merged(float largest)
+    __device__ __forceinline__ explicit Merged(float largest = -CUDART_INF_F)
         : sums(make_float4(0.0f, 0.0f, 0.0f, 0.0f)), max(largest), total(0.0f) {}
 
     __device__ __forceinline__ float weight_of(float other) const {

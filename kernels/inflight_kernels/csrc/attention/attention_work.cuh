@@ -46,9 +46,20 @@ struct WorkIterator {
 
 constexpr int ALL_KEYS = 1 << 30;
 
+// Copies a warp's part of a tile of keys and values to a stage; see `load_tile`.
+template <class S>
+struct CopyKeysAndValues {
+    using T = typename S::Element;
+    __device__ __forceinline__ static void load(T* tiles, const Arguments<T>& args, int kv_head,
+                                                int kv_end, int stage, int tile, int page,
+                                                int from, int upto) {
+        load_tile<S>(tiles + 2 * stage * S::TILE, args, kv_head, kv_end, tile, page, from, upto);
+    }
+};
+
 // Issues the copies of tiles ahead of the consumers. If it CROSSES_UNITS it does not stop at the
 // end of a unit, so that the next unit's keys are copied while the sums are written.
-template <class S, bool ROTATES>
+template <class S, bool ROTATES, class Copy = CopyKeysAndValues<S>>
 struct TileProducer {
     using T = typename S::Element;
     static constexpr bool CROSSES_UNITS = S::CROSSES_UNITS && !ROTATES;
@@ -67,8 +78,8 @@ struct TileProducer {
     __device__ __forceinline__ bool has_more() const { return tile < end; }
     __device__ __forceinline__ void load(T* tiles, const Arguments<T>& args, int stage, int which,
                                          int from, int upto) const {
-        load_tile<S>(tiles + 2 * stage * S::TILE, args, S::kv_head(work.unit), kv_end, which,
-                     pages.of(which), from, upto);
+        Copy::load(tiles, args, S::kv_head(work.unit), kv_end, stage, which, pages.of(which), from,
+                   upto);
     }
     __device__ __forceinline__ void next(const Arguments<T>& args) {
         const int k = work.k;

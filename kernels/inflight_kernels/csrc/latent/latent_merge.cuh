@@ -1,0 +1,168 @@
+// Merging of units of latent attention that several blocks process. Units, shares and slots are
+// defined in attention_units.cuh.
+//
+// Partial sums are as large as the keys of a tile, and one sequence may be split over all
+// multiprocessors: the last block to arrive would take longer to merge them than all blocks take for
+// their tiles. So each block merges a part of the unit, after its whole share.
+//
+// To do so it waits for the others, but not for ever: they may not be running yet if something else
+// has taken multiprocessors. Then it leaves its part to the last block to arrive, which never waits.
+#pragma once
+
+#include "latent/latent_tile.cuh"
+
+namespace attention {
+
+// Clock cycles after which a block leaves its part to the last one: 20 us or so.
+#ifndef LATENT_PATIENCE
+#define LATENT_PATIENCE 40000
+#endif
+
+// Records that this block has left its sums of a split unit; all its threads have written theirs
+// before a barrier.
+__device__ __forceinline__ void arrive(Split& split, const Unit& unit, const Share& share,
+                                       int* arrivals) {
+    const Blocks blocks(unit, share);
+    const int count = blocks.last - blocks.first + 1;
+    const int before = ptx::count_arrival(arrivals + blocks.first);
+    // Never reset, as other layers have the same plan and all their blocks arrive.
+    split.unit = unit;
+    split.launch = before / count;
+    split.is_last = before % count == count - 1;
+}
+
+// Adds up pieces of a unit, at POSITIONS places `step` apart; a place is four columns of a row.
+// `group` of `groups` has every so many pieces, AT_ONCE of which are loaded together, as the L2
+// latency dominates.
+template <class S, int POSITIONS, int AT_ONCE>
+__device__ __forceinline__ void merge_pieces(Merged (&merged)[POSITIONS], const Slots<S>& slots,
+                                             const Blocks& blocks, int first, int step, int end,
+                                             int group, int groups) {
+    constexpr int QUARTERS = S::HEAD_DIM / 4;
+#pragma unroll 1
+    for (int b = blocks.first + group; b <= blocks.last; b += AT_ONCE * groups) {
+        float2 states[POSITIONS][AT_ONCE];
+        float4 parts[POSITIONS][AT_ONCE];
+#pragma unroll
+        for (int p = 0; p < POSITIONS; ++p)
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int place = first + p * step, piece = b + i * groups;
+                const int row = place / QUARTERS, column = place % QUARTERS * 4;
+                const int slot = 2 * piece + (piece == blocks.first ? 1 : 0);
+                const bool exists = piece <= blocks.last && place < end;
+                states[p][i] = ptx::load_if(exists, slots.state(slot, row), -CUDART_INF_F);
+                parts[p][i] = ptx::load_if(
+                    exists, reinterpret_cast<const float4*>(slots.row(slot, row) + column));
+            }
+#pragma unroll
+        for (int p = 0; p < POSITIONS; ++p) {
+            float largest = merged[p].max;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) largest = fmaxf(largest, states[p][i].x);
+            merged[p].raise(largest);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) merged[p].add(states[p][i], parts[p][i]);
+        }
+    }
+}
+
+// Merges and writes the part of a unit that belongs to the block of a rank, with all threads.
+template <class S>
+__device__ __forceinline__ void merge_part(const Arguments<typename S::Element>& args,
+                                           const Unit& unit, const Slots<S>& slots,
+                                           const Blocks& blocks, int rank,
+                                           const LatentMemory<S>& memory) {
+    constexpr int QUARTERS = S::HEAD_DIM / 4, MANY = 4;
+    const int count = blocks.last - blocks.first + 1;
+    const int size = (unit.num_rows * QUARTERS + count - 1) / count;
+    const int begin = rank * size, end = min(begin + size, unit.num_rows * QUARTERS);
+    const auto write = [&](int place, const Merged& merged) {
+        write_out<S>(args, unit, place / QUARTERS, place % QUARTERS * 4, merged);
+    };
+    if (size > S::THREADS / 2) {
+#pragma unroll 1
+        for (int first = begin + threadIdx.x; first < end; first += MANY * S::THREADS) {
+            Merged merged[MANY];
+            merge_pieces<S, MANY, 2>(merged, slots, blocks, first, S::THREADS, end, 0, 1);
+#pragma unroll
+            for (int p = 0; p < MANY; ++p)
+                if (first + p * S::THREADS < end) write(first + p * S::THREADS, merged[p]);
+        }
+        return;
+    }
+    // Threads share the pieces of a place.
+    float4* const sums = reinterpret_cast<float4*>(memory.scores);
+    float2* const states = reinterpret_cast<float2*>(sums + S::THREADS);
+    const int width = 1 << (32 - __clz(size - 1));  // a power of two from `size`
+    const int groups = S::THREADS / width;
+    const int place = begin + threadIdx.x % width;
+    Merged merged[1];
+    merge_pieces<S, 1, 8>(merged, slots, blocks, place, 0, end, threadIdx.x / width, groups);
+    __syncthreads();  // nothing else uses this memory any more
+    sums[threadIdx.x] = merged[0].sums;
+    states[threadIdx.x] = make_float2(merged[0].max, merged[0].total);
+    __syncthreads();
+    if (threadIdx.x < width && place < end) {
+        float largest = merged[0].max;
+#pragma unroll 1
+        for (int at = threadIdx.x + width; at < S::THREADS; at += width)
+            largest = fmaxf(largest, states[at].x);
+        merged[0].raise(largest);
+#pragma unroll 1
+        for (int at = threadIdx.x + width; at < S::THREADS; at += width)
+            merged[0].add(states[at], sums[at]);
+        write(place, merged[0]);
+    }
+}
+
+// Merges this block's part of a split unit once all blocks have arrived, and as the last one also
+// the parts that others have left to it.
+//
+//   arrivals   [gridDim.x] counters of units, then [2 * gridDim.x] marks, one for each slot: the
+//              number of the launch, from 1 on, in which its block has not waited long enough
+template <class S>
+__device__ __forceinline__ void merge_split(const Arguments<typename S::Element>& args,
+                                            const Split& split, const Share& share,
+                                            const Slots<S>& slots, int* arrivals,
+                                            const LatentMemory<S>& memory) {
+    const Unit unit = split.unit;
+    const Blocks blocks(unit, share);
+    const int count = blocks.last - blocks.first + 1;
+    const int own = blockIdx.x - blocks.first;
+    int* const marks = arrivals + gridDim.x;
+    const auto mark_of = [&](int rank) {
+        return marks + 2 * (blocks.first + rank) + (rank == 0 ? 1 : 0);
+    };
+    if (split.is_last) {
+        bool left = false;
+#pragma unroll 1
+        for (int rank = threadIdx.x; rank < count; rank += S::THREADS)
+            left |= load_l2(mark_of(rank)) == split.launch + 1;
+        merge_part<S>(args, unit, slots, blocks, own, memory);
+        if (!__syncthreads_or(left)) return;
+        // Some may have been merged all the same, with the same results.
+#pragma unroll 1
+        for (int rank = 0; rank < count; ++rank)
+            if (rank != own && __syncthreads_or(load_l2(mark_of(rank)) == split.launch + 1))
+                merge_part<S>(args, unit, slots, blocks, rank, memory);
+        return;
+    }
+    bool complete = false;
+    if (threadIdx.x == 0) {
+        const auto all_arrived = [&] {
+            return ptx::load_acquired(arrivals + blocks.first) >= (split.launch + 1) * count;
+        };
+        const long long started = clock64();
+        while (!(complete = all_arrived()) && clock64() - started < LATENT_PATIENCE) __nanosleep(20);
+        if (!complete) {
+            *mark_of(own) = split.launch + 1;
+            // Either this block sees that the last one has arrived, or that one sees the mark.
+            __threadfence();
+            complete = all_arrived();
+        }
+    }
+    if (__syncthreads_or(complete)) merge_part<S>(args, unit, slots, blocks, own, memory);
+}
+
+}  // namespace attention
