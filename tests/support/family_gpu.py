@@ -26,6 +26,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Definitions of kernels take heads of any width."""
     host_kernels.install(monkeypatch)
     monkeypatch.setattr(gpu_support, "GPU_HEAD_DIMS", (16, 32))
+    monkeypatch.setattr(gpu_support, "_latent_obstacles", lambda latent: [])
     monkeypatch.setattr(attention_operands, "check_heads", lambda *heads: None)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import host_experts
+import host_latent
 from host_sampling import count_output_tokens, mark_prompt_tokens, sample, top_logprobs
 from inflight.execution import cuda_runner, device_batch, device_steps
 from inflight.execution.drafters import device_passes
@@ -92,6 +93,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(attention, "attention", kernels)
     host_experts.install(monkeypatch, HostLinear)
+    host_latent.install(monkeypatch, HostRopeInputs, norm_columns)
 
 
 class _Ops:

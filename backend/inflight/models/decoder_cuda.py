@@ -31,9 +31,11 @@ from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.layers.attention import (
     Attention,
     ForwardInputs,
+    LayerPass,
     RotaryTables,
     max_dequantized_keys,
 )
+from inflight.models.layers.latent import LatentAttention, LatentLayer
 from inflight.models.layers.linear import CudaSublayer, CudaWeight, whole_tiles
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
@@ -52,6 +54,7 @@ from inflight.models.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, 
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.attention_operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.latent.operands import LatentNorm
 from inflight_kernels.ops.linear.operands import Input
 from inflight_kernels.ops.logits import scale_cap
 from inflight_kernels.ops.residual_norm import norm_columns
@@ -103,30 +106,70 @@ class DecoderSettings:
         return max_dequantized_keys(self.max_len, self.max_tokens)
 
 
-def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:
+def check_supported(spec: ModelSpec, path: Path, settings: DecoderSettings) -> None:
     """Check that the kernels support a model.
 
     Args:
         spec: of the model.
         path: of its checkpoint, for the error.
-        max_len: maximum sequence length.
+        settings: how it is to run.
 
     Raises:
         ConfigError: they do not.
     """
-    obstacle = gpu_obstacle(spec, max_len, is_hopper())
+    obstacle = gpu_obstacle(spec, settings.max_len, is_hopper())
     if obstacle is not None:
         raise ConfigError(f"{path}: {obstacle}; use device: cpu")
+    if settings.quantized_kv is not None and any(one.latent for one in spec.attentions):
+        raise ConfigError(
+            f"kv_cache_dtype: {settings.kv_cache_dtype} is not supported on GPUs with latent "
+            "attention; allowed: auto. Or use device: cpu"
+        )
 
 
 def _attention_weights(
     own: LayerWeights[CudaWeight, CudaExperts], spec: ModelSpec, index: int
-) -> AttentionWeights:
-    """What the attention kernels take; their norm is that of each head."""
+) -> AttentionWeights | LatentLayer:
+    """What attention takes; of the norms of q and k, kernels have that of each head."""
     q_norm, k_norm = own.q_norm, own.k_norm
+    latent, of_layer = own.latent, spec.layers[index].attention.latent
+    if latent is not None and of_layer is not None:
+        return LatentLayer(
+            LatentNorm(latent.kv_norm.weight, of_layer.norm_eps),
+            latent.k_up,
+            latent.v_up,
+            None if latent.q_norm is None else latent.q_norm.weight,
+            latent.q_b,
+        )
     if spec.layers[index].attention.qk_norm != "head" or q_norm is None or k_norm is None:
         return AttentionWeights(None, own.sinks)
     return AttentionWeights(QkNorm(q_norm.weight, k_norm.weight, spec.norm_eps), own.sinks)
+
+
+def _attention(
+    spec: AttentionSpec, tables: RotaryTables, settings: DecoderSettings
+) -> Attention | LatentAttention:
+    """What the layers with one spec share."""
+    of_rope, invariant = tables.of(spec.rope), settings.batch_invariant
+    max_tokens, max_rows = settings.max_tokens, settings.max_rows
+    if spec.latent is not None:
+        return LatentAttention(
+            spec,
+            of_rope,
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            batch_invariant=invariant,
+            dtype=settings.dtype,
+        )
+    return Attention(
+        spec,
+        of_rope,
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        max_len=settings.max_len,
+        batch_invariant=invariant,
+        kv_dtype=settings.quantized_kv,
+    )
 
 
 _ACTIVATIONS: dict[tuple[Activation, bool], Callable[..., None]] = {
@@ -148,7 +191,8 @@ def _quantized_memory(
         return DequantizedWeight(spec.largest_matrix_elements, settings.dtype, settings.device)
     width = max(
         spec.hidden_size,
-        *(layer.attention.q_width for layer in spec.layers),
+        *(layer.attention.out_width for layer in spec.layers),
+        *(latent.q_rank for one in spec.attentions if (latent := one.latent) is not None),
         *(mlp.width for mlp in _dense_mlps(spec)),
     )
     return QuantizedInputs(whole_tiles(settings.max_tokens), width, settings.device)
@@ -188,8 +232,8 @@ class Buffers:
         self._settings = settings
         layer = spec.layers[0]
         self.normed = self.new(spec.hidden_size)
-        self.qkv = self.new(layer.attention.q_width + 2 * layer.attention.kv_width)
-        self.attended = self.new(layer.attention.q_width)
+        self.qkv = self.new(layer.attention.qkv_width)
+        self.attended = self.new(layer.attention.out_width)
         self.mlp = {
             mlp: MlpBuffers(self.new((1 + mlp.gated) * mlp.width), self.new(mlp.width))
             for mlp in dict.fromkeys(layer.mlp for layer in spec.layers)
@@ -230,7 +274,7 @@ class Decoder:
         settings: DecoderSettings,
         progress: Progress,
     ) -> None:
-        check_supported(spec, checkpoint.path, settings.max_len)
+        check_supported(spec, checkpoint.path, settings)
         self.spec = spec
         self.settings = settings
         self.features: Tensor | None = None
@@ -256,18 +300,7 @@ class Decoder:
         self._last_normed = self._buffers.normed.new_zeros(rows, spec.hidden_size)
         self.logits = torch.zeros(rows, spec.vocab_size, dtype=torch.float32, device=device)
         tables = RotaryTables(spec, settings.max_len, device)
-        self._attentions = [
-            Attention(
-                one,
-                tables.of(one.rope),
-                max_tokens=settings.max_tokens,
-                max_rows=settings.max_rows,
-                max_len=settings.max_len,
-                batch_invariant=settings.batch_invariant,
-                kv_dtype=settings.quantized_kv,
-            )
-            for one in spec.attentions
-        ]
+        self._attentions = [_attention(one, tables, settings) for one in spec.attentions]
         # By layer; a pass does not hash specs.
         self._attention_of = [spec.attentions.index(layer.attention) for layer in spec.layers]
         # By attention spec: its layers have the same window, and so the same block table.
@@ -336,7 +369,7 @@ class Decoder:
         residual, attended = self._residual, buffers.attended
 
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
-        passes = [
+        passes: list[LayerPass] = [
             shared.begin(inputs, size, cache.table_of[first])
             for shared, first in zip(self._attentions, self._first_layer_of, strict=True)
         ]
@@ -352,9 +385,9 @@ class Decoder:
             self._norm_whole_rows(own, spec.layers[index].attention, qkv)
             kv = PagedKV(*pair)
             if index == last and not num_kept:
-                passes[which].write(qkv, kv, learned)
+                passes[which].write(buffers.qkv, kv, learned)
                 return
-            passes[which].layer(qkv, kv, attended[:num_tokens], learned)
+            passes[which].layer(buffers.qkv, kv, attended, learned)
             num_left = num_tokens
             if index == last and num_kept < num_tokens:
                 num_left, kept = num_kept, inputs.sample_rows[:num_kept]

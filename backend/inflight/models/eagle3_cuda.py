@@ -61,7 +61,7 @@ class Head:
         progress: Progress,
     ) -> None:
         layer = spec.layer
-        check_supported(layer, checkpoint.path, settings.max_len)
+        check_supported(layer, checkpoint.path, settings)
         self.spec = spec
         device = settings.device
         placement = CudaPlacement(settings.dtype, device, settings.batch_invariant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.config import GPU_HEAD_DIMS
-from inflight.models.spec import LayerSpec, ModelSpec, MoeSpec
+from inflight.models.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 def gpu_obstacle(spec: ModelSpec, max_len: int | None = None, is_hopper: bool = True) -> str | None:
@@ -33,9 +33,9 @@ def _obstacles(layer: LayerSpec, max_len: int) -> list[tuple[bool, str]]:
     attention = layer.attention
     scaling, head_dims = attention.query_scaling, ", ".join(map(str, GPU_HEAD_DIMS))
     return [
-        (attention.latent is not None, "latent attention is"),
+        *(() if attention.latent is None else _latent_obstacles(attention.latent)),
         (
-            attention.head_dim not in GPU_HEAD_DIMS,
+            attention.latent is None and attention.head_dim not in GPU_HEAD_DIMS,
             f"head_dim {attention.head_dim} (allowed: {head_dims}) is",
         ),
         (
@@ -46,6 +46,34 @@ def _obstacles(layer: LayerSpec, max_len: int) -> list[tuple[bool, str]]:
         (attention.qk_norm == "heads", "a norm of q and k with weights for each head is"),
         *(_moe_obstacles(layer.mlp) if isinstance(layer.mlp, MoeSpec) else ()),
         (attention.norm_after_rope, "a norm of q and k after RoPE is"),
+    ]
+
+
+LATENT_DIMS = (512, 64)
+LATENT_NOPE_DIMS = (128, 192)
+LATENT_VALUE_DIMS = 64
+"""Columns of latents and of what is rotated, those of heads that are not rotated, and a divisor of
+those of values, as the kernels have them."""
+
+
+def _latent_obstacles(latent: LatentSpec) -> list[tuple[bool, str]]:
+    sizes = (latent.rank, latent.rope_dim)
+    return [
+        (
+            sizes != LATENT_DIMS,
+            f"latent attention with {sizes[0]} + {sizes[1]} columns (allowed: {LATENT_DIMS[0]} + "
+            f"{LATENT_DIMS[1]}) is",
+        ),
+        (
+            latent.nope_dim not in LATENT_NOPE_DIMS,
+            f"latent attention with {latent.nope_dim} columns of a head without RoPE (allowed: "
+            f"{', '.join(map(str, LATENT_NOPE_DIMS))}) is",
+        ),
+        (
+            latent.v_dim % LATENT_VALUE_DIMS != 0,
+            f"latent attention with values of {latent.v_dim} columns (allowed: multiples of "
+            f"{LATENT_VALUE_DIMS}) is",
+        ),
     ]
 
 

@@ -6,6 +6,7 @@ Shapes: T tokens in n chunks, s rows of logits, B blocks in the longest block ta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +72,23 @@ class ForwardInputs:
     sample_rows: Tensor
 
 
+class LayerPass(Protocol):
+    """One pass over the layers with attention of one kind, whose weights it takes."""
+
+    def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: Any) -> None:
+        """Launch a layer's attention.
+
+        Args:
+            qkv: the entire buffer of the product with the layer's input, of T or more rows.
+            kv: of the layer.
+            out: [T or more, out_width].
+            weights: of the layer's attention.
+        """
+
+    def write(self, qkv: Tensor, kv: PagedKV, weights: Any) -> None:
+        """Launch only the KV cache write, for a last layer whose output is not needed."""
+
+
 class RotaryTables:
     """cos and sin of each of a model's rotary embeddings, on a GPU.
 
@@ -85,16 +103,16 @@ class RotaryTables:
         for layer in spec.attentions:
             if device.type == "meta":
                 # To compute them, torch would import a compiler here, which takes seconds.
-                cos, sin = torch.empty(2, max_len, layer.head_dim, device=device).unbind()
+                cos, sin = torch.empty(2, max_len, layer.rope_dim, device=device).unbind()
                 self._tables[layer.rope] = cos, sin
                 continue
-            frequencies, factor = inverse_frequencies(layer.rope, layer.head_dim, max_len)
+            frequencies, factor = inverse_frequencies(layer.rope, layer.rope_dim, max_len)
             self._tables[layer.rope] = rotary_tables(
                 frequencies, max_len, factor, torch.float32, device
             )
 
     def of(self, rope: RopeSpec) -> tuple[Tensor, Tensor]:
-        """[num_positions, head_dim] float32 each."""
+        """[num_positions, rope_dim] float32 each."""
         return self._tables[rope]
 
 
@@ -198,8 +216,9 @@ class AttentionPass:
     history_ready: bool = False
 
     def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: AttentionWeights) -> None:
-        """Launch a layer's attention: qkv [T, (H + 2 * G) * D] -> out [T, H * D]."""
-        ready = self.history_ready
+        """Launch a layer's attention: qkv [T or more, (H + 2 * G) * D] -> out [T, H * D]."""
+        ready, num_tokens = self.history_ready, self.metadata.num_tokens
+        qkv, out = qkv[:num_tokens], out[:num_tokens]
         if self.rotates:
             attention.rope_attend(
                 qkv,
@@ -226,7 +245,7 @@ class AttentionPass:
 
     def write(self, qkv: Tensor, kv: PagedKV, weights: AttentionWeights) -> None:
         """Launch only the KV cache write, for a last layer whose output is not needed."""
-        self._rotate(qkv, kv, weights.qk_norm)
+        self._rotate(qkv[: self.metadata.num_tokens], kv, weights.qk_norm)
 
     def _rotate(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> Tensor:
         """Rotate q and k, write k and v into the cache; returns q [T, H, D], in place."""
