@@ -7,126 +7,19 @@ each family for its pre-tokenizer. Only metadata is read, no tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from inflight.errors import ConfigError
-from inflight.text import deepseek_patterns
 from inflight.text.chat_format import builtin_templates, named_templates, stop_tokens
+from inflight.text.pre_tokenizers.named import PRE_TOKENIZERS
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-)
-_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
-    rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
-    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES
-# For files without tokenizer.ggml.pre, from older converters.
-_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-
-KNOWN_PATTERNS = frozenset(
-    {_GPT2, _LLAMA3, _QWEN2, _TEKKEN, _GPT4O, _SEED, *_UNNAMED}
-    | {*deepseek_patterns.CODER, *deepseek_patterns.V3}
-)
-"""Regular expressions whose time was measured to be linear in the text."""
-
-
-def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence(
-        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits_apart() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _llama3() -> pre_tokenizers.PreTokenizer:
-    return _split(_LLAMA3)
-
-
-def _qwen2() -> pre_tokenizers.PreTokenizer:
-    return _split(_QWEN2)
-
-
-def _tekken() -> pre_tokenizers.PreTokenizer:
-    return _split(_TEKKEN)
-
-
-def _gpt4o() -> pre_tokenizers.PreTokenizer:
-    return _split(_GPT4O)
-
-
-def _seed() -> pre_tokenizers.PreTokenizer:
-    return _split(_SEED)
-
-
-def _deepseek_llm() -> pre_tokenizers.PreTokenizer:
-    return _split(*deepseek_patterns.LLM)
-
-
-def _deepseek_coder() -> pre_tokenizers.PreTokenizer:
-    return _split(*deepseek_patterns.CODER)
-
-
-def _deepseek_v3() -> pre_tokenizers.PreTokenizer:
-    return _split(*deepseek_patterns.V3)
-
-
-def _unnamed() -> pre_tokenizers.PreTokenizer:
-    return _split(*_UNNAMED)
-
-
-_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _unnamed,
-    "gpt-2": _gpt2,
-    "olmo": _gpt2,
-    "exaone4": _gpt2,
-    "smollm": _digits_apart,
-    "starcoder": _digits_apart,
-    "refact": _digits_apart,
-    "command-r": _digits_apart,
-    "exaone": _digits_apart,
-    "llama-bpe": _llama3,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "dbrx": _llama3,
-    "smaug-bpe": _llama3,
-    "glm4": _llama3,
-    "chatglm-bpe": _llama3,
-    "qwen2": _qwen2,
-    "deepseek-r1-qwen": _qwen2,
-    "deepseek-llm": _deepseek_llm,
-    "deepseek-coder": _deepseek_coder,
-    "deepseek-v3": _deepseek_v3,
-    "stablelm2": _qwen2,
-    "gpt-4o": _gpt4o,
-    "seed-coder": _seed,
-    "tekken": _tekken,
-}
 # A pre-token that is in the vocabulary is one token, whatever the merges.
 _IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 _BEGINS_WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
@@ -281,9 +174,9 @@ def _byte_level(
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """GPT-2's byte-level BPE, and whether prompts begin with BOS by default."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
+    if pre not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"tokenizer.ggml.pre: {pre!r} is not supported; allowed: {', '.join(_PRE_TOKENIZERS)}"
+            f"tokenizer.ggml.pre: {pre!r} is not supported; allowed: {', '.join(PRE_TOKENIZERS)}"
         )
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges") or []:
@@ -294,7 +187,7 @@ def _byte_level(
     backend = _assemble(vocabulary, merges, ignore_merges=pre in _IGNORES_MERGES)
     if pre in _NORMALIZES:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
     return backend, pre in _BEGINS_WITH_BOS
 

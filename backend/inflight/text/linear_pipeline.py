@@ -1,6 +1,6 @@
 """Tokenizers whose time and memory are known to be linear in the text, from whatever file.
 
-That is those of the families whose pre-tokenizers are known here (`gguf_tokenizer`), byte-level or
+That is those of the families whose pre-tokenizers are known here (`pre_tokenizers`), byte-level or
 SentencePiece-like: their regular expressions were measured. Another one may be as harmless, but
 that cannot be seen; its texts are encoded in a sandbox, which takes a fraction of a millisecond.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from inflight.text.gguf_tokenizer import KNOWN_PATTERNS
+from inflight.text.pre_tokenizers.named import KNOWN_PATTERNS
 
 _MAX_INSERTED = 16
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip")
