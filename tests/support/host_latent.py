@@ -141,5 +141,3 @@ def project_values(
     attended: Tensor, v_up: Tensor, *, out: Tensor, batch_invariant: bool, pdl: bool
 ) -> None:
     out.copy_(definition.project_values(attended.flatten(1), v_up).view(out.shape))
-
-

@@ -30,7 +30,7 @@ class TestDeepseekV2(family.Suite):
         | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     }
     architecture = "deepseek2"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return latents.metadata(config)

@@ -35,7 +35,7 @@ class TestDeepseekV3(family_nextn.Suite):
         | {"q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 0},
     }
     architecture = "deepseek2"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return latents.metadata(config) | {

@@ -28,7 +28,7 @@ class TestGlm4MoeLite(family_nextn.Suite):
         "groups": SETTINGS | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False},
     }
     architecture = "deepseek2"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         config.first_k_dense_replace = config.mlp_layer_types.count("dense")
