@@ -173,7 +173,7 @@ def with_sinks(step: Step, seed: int = 0) -> Step:
     num_heads = step.heads[0]
     generator = torch.Generator("cuda").manual_seed(seed)
     order = torch.randperm(num_heads, generator=generator, device="cuda")
-    return replace(step, sinks=torch.linspace(-4.0, 8.0, num_heads, device="cuda")[order])
+    return replace(step, sinks=torch.linspace(-4.0, 10.0, num_heads, device="cuda")[order])
 
 
 def error(out: Tensor, expected: Tensor) -> float:
