@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.models.layers.routing import routing_of
 from inflight.models.spec import ModelSpec, MoeSpec
-from inflight_kernels.torch_ops.moe import Routing, route
+from inflight_kernels.torch_ops.moe import route
 
 MARGIN = 0.5
 """Logits, which have a standard deviation of 1, may all change by half of it."""
@@ -82,13 +83,5 @@ def _fit(router: Any, x: Tensor, moe: MoeSpec, random: torch.Generator) -> None:
 
 def _choices(logits: Tensor, moe: MoeSpec, select_bias: Tensor | None) -> Tensor:
     """[..., T, k], the experts of each token in the order of their numbers."""
-    routing = Routing(
-        moe.top_k,
-        moe.renormalize,
-        moe.score,
-        moe.num_groups,
-        moe.top_groups,
-        moe.routing_scale,
-    )
-    experts, _ = route(logits.flatten(0, -2), routing, select_bias)
+    experts, _ = route(logits.flatten(0, -2), routing_of(moe), select_bias)
     return experts.sort(-1).values.view(*logits.shape[:-1], -1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import family
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.registry import all_families, read_spec
-from inflight.models.spec import ModelSpec
+from inflight.models.spec import LatentSpec, ModelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reference/families.md"
@@ -24,6 +24,9 @@ BEGIN, END = "<!-- begin generated: families -->\n", "<!-- end generated: famili
 
 NOT_RUN_ON_A_GPU: tuple[str, ...] = ("gpt_oss",)
 """Families whose tests in tests/backend/gpu/test_families.py have not passed on a GPU yet."""
+
+LATENT = LatentSpec(q_rank=0, rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+"""Of widths that GPUs support."""
 
 COLUMNS = {
     "Folder": "test_logits_equal_those_of_transformers",
@@ -88,7 +91,13 @@ def _spec(suite: type[family.Suite], changes: dict[str, object]) -> ModelSpec:
         spec = read_spec(family.write_folder(suite().make(changes), Path(folder)))
     layers = tuple(
         dataclasses.replace(
-            layer, attention=dataclasses.replace(layer.attention, head_dim=128, query_scaling=None)
+            layer,
+            attention=dataclasses.replace(
+                layer.attention,
+                head_dim=128,
+                query_scaling=None,
+                latent=layer.attention.latent and LATENT,
+            ),
         )
         for layer in spec.layers
     )

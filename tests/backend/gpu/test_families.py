@@ -11,6 +11,8 @@ import transformers
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -90,6 +92,28 @@ GROUPS = {
     "use_qk_norm": True,
 }
 LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 64,  # of RoPE, as transformers writes it
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+}
+YARN_OF_DEEPSEEK = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 YARN_OF_GPT_OSS = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -146,6 +170,19 @@ CONFIGS = {
         **QWEN2 | LOCAL | PAD, shared_intermediate_size=160
     ),
     "glm4_moe": Glm4MoeConfig(**SHAPE | GROUPS | PAD),
+    "deepseek_v2": DeepseekV2Config(
+        **SHAPE | LATENT | PAD, q_lora_rank=None, rope_parameters=YARN_OF_DEEPSEEK
+    ),
+    "deepseek_v2, groups": DeepseekV2Config(
+        **SHAPE | LATENT | PAD,
+        q_lora_rank=96,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SHAPE | LATENT | PAD, q_lora_rank=96, n_group=4, topk_group=2, n_shared_experts=1
+    ),
     "gpt_oss": GptOssConfig(**SHAPE | LOCAL | PAD, **WINDOW, rope_parameters=YARN_OF_GPT_OSS),
     "gpt_oss, groups of 8": GptOssConfig(
         **SHAPE | LOCAL | PAD | {"num_attention_heads": 16},

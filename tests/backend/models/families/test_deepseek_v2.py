@@ -45,7 +45,9 @@ def test_layers_have_the_sizes_that_the_settings_name(tmp_path: Path) -> None:
     assert attention.scale == pytest.approx(48**-0.5 * (0.1 * 0.707 * np.log(8) + 1) ** 2)
     (group,) = spec.kv_layout("float32").groups
     assert (group.k_dim, group.v_dim, group.shared_dim) == (80, 0, 64)
-    assert gpu_obstacle(spec) == "latent attention is not supported on GPUs"
+    assert gpu_obstacle(spec) == (
+        "latent attention with 64 + 16 columns (allowed: 512 + 64) is not supported on GPUs"
+    )
 
 
 def test_older_gguf_files_have_keys_and_values_of_latents_in_one_tensor(tmp_path: Path) -> None:
