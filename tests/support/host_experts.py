@@ -34,9 +34,8 @@ def install(monkeypatch: pytest.MonkeyPatch, linear: type) -> None:
 
 def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: bool = False) -> None:
     assert logits.shape[1] == router.columns
-    assert tile == products.tile_of(
-        len(logits), router.num_experts, router.routing.top_k, torch.bfloat16
-    ) or tile == products.tile_of(len(logits), router.num_experts, router.routing.top_k, torch.int8)
+    sizes = len(logits), router.all_experts, router.all_top_k
+    assert tile in {products.tile_of(*sizes, dtype) for dtype in (torch.bfloat16, torch.int8)}
     chosen, weights = _choose(logits, router)
     routed.experts[: chosen.numel()] = chosen.flatten().int()
     order = chosen.flatten().sort(stable=True).indices
@@ -45,14 +44,16 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
 
 
 def _choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Experts [T, k] and their weights [T, k + 1], the last one of the shared expert."""
+    """Experts [T, k], with shared ones, and their weights [T, k + 1], the last of shared ones."""
     total = logits.view(len(logits), router.parts, -1).sum(1)
     scores = total[:, : router.num_experts]
     if router.bias is not None:
         scores = scores + router.bias
     chosen, weights = definition.route(scores, router.routing, router.select_bias)
     shared = total[:, -1:].sigmoid() if router.shared_gate else torch.ones(len(logits), 1)
-    return chosen, torch.cat([weights, shared], 1)
+    further = torch.arange(router.num_experts, router.all_experts).expand(len(logits), -1)
+    weights = torch.cat([weights, shared.expand(-1, router.num_shared + 1)], 1)
+    return torch.cat([chosen, further], 1), weights
 
 
 def gather(x: Tensor, routed: Routed, *, num_tokens: int, out: Operand, pdl: bool = False) -> None:
@@ -205,7 +206,7 @@ def down(
     adds: bool = False,
     pdl: bool = False,
 ) -> None:
-    num_tokens, top_k = len(total), router.routing.top_k
+    num_tokens, top_k = len(total), router.all_top_k
     num_pairs = num_tokens * top_k
     chosen = choice[:num_pairs].tolist()
     weights = choice[num_pairs:][: num_pairs + num_tokens].view(torch.float32).view(-1, top_k + 1)

@@ -547,11 +547,13 @@ class HostAttentionMetadata:
         query_start: Tensor,
         seq_lens: Tensor,
         block_tables: Tensor,
+        num_tokens: int,
         *settings: object,
         planned: bool,
         dequantized: None,
     ) -> None:
         self.spec = spec
+        self.num_tokens = num_tokens
         self.query_start = query_start
         self.seq_lens = seq_lens
         self.block_tables = block_tables

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight.config import Quantization
 from inflight.models.experts_cuda import CudaExperts, alternating
+from inflight.models.gpu_support import shared_experts
 from inflight.models.layers.linear import CudaWeight
 from inflight.models.loader import ExpertParts
 from inflight.models.quantization.matrix import (
@@ -29,6 +30,7 @@ from inflight.models.quantization.weight_only_cuda import (
     DequantizedWeight,
     can_widen,
 )
+from inflight.models.spec import MoeSpec
 from inflight_kernels.ops.linear.operands import Operand, values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 
@@ -98,6 +100,9 @@ class CudaPlacement:
         if _format(first) != _format(last):  # the kernels take one for both
             first, last = (self._in_16_bits(weight) for weight in (first, last))
         return CudaExperts(first, last, gate_up_bias.vectors, down_bias.vectors)
+
+    def shared_experts(self, moe: MoeSpec) -> int:
+        return shared_experts(moe)
 
     def _in_16_bits(self, weight: Operand) -> Tensor:
         """[E, n, k], expert by expert."""

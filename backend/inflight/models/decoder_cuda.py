@@ -318,19 +318,26 @@ class Decoder:
     def _mixtures(self) -> list[CudaMoe | None]:
         """By layer; None for those with a dense feed-forward part."""
         spec, settings = self.spec, self.settings
-        memories: dict[tuple[MoeSpec, torch.dtype], MoeMemory] = {}
+        memories: dict[tuple[MoeSpec, torch.dtype, int], MoeMemory] = {}
         found: list[CudaMoe | None] = []
         for layer, own in zip(spec.layers, self.weights.layers, strict=True):
             if not (isinstance(layer.mlp, MoeSpec) and isinstance(own.mlp, MoeWeights)):
                 found.append(None)
                 continue
-            dtype, rows = own.mlp.experts.values_dtype, self._buffers.num_rows
-            memory = memories.get((layer.mlp, dtype))
+            experts, rows = own.mlp.experts, self._buffers.num_rows
+            key = layer.mlp, experts.values_dtype, experts.count
+            memory = memories.get(key)
             if memory is None:
                 memory = MoeMemory(
-                    layer.mlp, spec.hidden_size, rows, settings.dtype, dtype, settings.device
+                    layer.mlp,
+                    spec.hidden_size,
+                    rows,
+                    settings.dtype,
+                    experts.values_dtype,
+                    settings.device,
+                    experts.count - layer.mlp.num_experts,
                 )
-                memories[layer.mlp, dtype] = memory
+                memories[key] = memory
             found.append(CudaMoe(layer.mlp, own.mlp, memory, settings.batch_invariant))
         return found
 

@@ -16,7 +16,13 @@ from inflight.models.layers.routing import routing_of
 from inflight.models.loader import MoeWeights
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
-from inflight_kernels.ops.linear.operands import Input, NormedRows, Operand, SummedRows
+from inflight_kernels.ops.linear.operands import (
+    Input,
+    NormedRows,
+    Operand,
+    SummedRows,
+    values_of,
+)
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 
@@ -42,13 +48,14 @@ class CudaExperts:
     down_bias: Tensor | None
 
     @property
+    def count(self) -> int:
+        """E; shared ones, behind the others, included."""
+        return len(values_of(self.gate_up))
+
+    @property
     def values_dtype(self) -> torch.dtype:
         """Of the weights."""
-        return (
-            self.gate_up.values.dtype
-            if isinstance(self.gate_up, ScaledRows)
-            else self.gate_up.dtype
-        )
+        return values_of(self.gate_up).dtype
 
 
 def router_parts(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,6 +94,7 @@ class MoeMemory:
         dtype: of activations.
         weights: of the experts' weights.
         device: the GPU.
+        num_shared: experts behind the others as which the shared one is kept.
     """
 
     def __init__(
@@ -97,15 +105,17 @@ class MoeMemory:
         dtype: torch.dtype,
         weights: torch.dtype,
         device: torch.device,
+        num_shared: int = 0,
     ) -> None:
-        width, top_k = moe_spec.expert.width, moe_spec.top_k
+        width, top_k = moe_spec.expert.width, moe_spec.top_k + num_shared
+        num_experts = moe_spec.num_experts + num_shared
 
         def buffer(count: int, columns: int) -> Tensor:
             return torch.zeros(count, columns, dtype=dtype, device=device)
 
         columns = _MAX_ROUTER_PARTS * (moe_spec.num_experts + moe_spec.shared_gate)
         self._logits = torch.zeros(num_rows * columns, device=device)
-        self.routed = routing.Routed(num_rows, moe_spec.num_experts, top_k, device)
+        self.routed = routing.Routed(num_rows, num_experts, top_k, device)
         self.inner = buffer(num_rows * top_k, width)
         # Rows of x by expert, then those of the experts' outputs.
         self.outer = buffer(num_rows * top_k, hidden_size)
@@ -120,7 +130,7 @@ class MoeMemory:
         self.few_rows: ScaledRows | None = None
         if weights.itemsize == 1:
             self.few_rows = ScaledRows.empty(few_sizes.MAX_TOKENS, hidden_size, device, weights)
-        shared = moe_spec.shared
+        shared = None if num_shared else moe_spec.shared
         self.shared_gate_up = buffer(num_rows if shared else 0, 2 * shared.width if shared else 0)
         self.shared_gated = buffer(num_rows if shared else 0, shared.width if shared else 0)
         self.shared = buffer(num_rows if shared else 0, hidden_size)
@@ -163,6 +173,7 @@ class CudaMoe:
             weights.router_bias,
             weights.select_bias,
             gate is not None,
+            weights.experts.count - moe_spec.num_experts,
         )
         self._gate = GATES[moe_spec.expert.activation]
         self._experts = weights.experts
@@ -176,7 +187,7 @@ class CudaMoe:
             memory.outer.shape[1],
             moe_spec.expert.width,
             moe_spec.num_experts,
-            moe_spec.top_k,
+            self._router.all_top_k,
             moe_spec.num_groups,
             weights.experts.values_dtype.itemsize,
         )
@@ -262,7 +273,7 @@ class CudaMoe:
         """The experts of any number of tokens; x is an entire buffer."""
         memory, experts, num_tokens = self._memory, self._experts, len(total)
         routed, dtype = memory.routed, experts.values_dtype
-        tile = products.tile_of(num_tokens, self._router.num_experts, routed.top_k, dtype)
+        tile = products.tile_of(num_tokens, routed.num_experts, routed.top_k, dtype)
         routing.route(logits, self._router, routed, tile=tile, pdl=True)
         taken: Operand = x[:num_tokens]
         if num_tokens > 1 or isinstance(memory.gathered, ScaledRows):

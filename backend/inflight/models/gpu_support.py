@@ -108,6 +108,19 @@ def _moe_obstacles(moe: MoeSpec) -> list[tuple[bool, str]]:
     ]
 
 
+def shared_experts(moe: MoeSpec) -> int:
+    """Experts of which the shared one consists, if it can be kept as some of the others' width, and
+    be multiplied with them; 0 if it cannot."""
+    shared, expert = moe.shared, moe.expert
+    if shared is None or shared.width % expert.width or shared.bias or expert.bias:
+        return 0
+    if (shared.activation, shared.gated) != (expert.activation, expert.gated):
+        return 0
+    count = shared.width // expert.width
+    fits = moe.top_k + count <= MAX_TOP_K and moe.num_experts + count <= MAX_EXPERTS
+    return count if fits else 0
+
+
 def has_experts(layer: LayerSpec) -> bool:
     """Whether a layer's feed-forward part is a mixture of experts."""
     return isinstance(layer.mlp, MoeSpec)

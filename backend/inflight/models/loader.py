@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -24,7 +24,13 @@ from inflight.models.family import WHOLE_TENSORS
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import rope_order
-from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, in_one_format
+from inflight.models.quantization.matrix import (
+    Matrix,
+    QuantizedMatrix,
+    column_parts,
+    in_one_format,
+    row_parts,
+)
 from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.registry import family_of
@@ -56,6 +62,21 @@ class ExpertParts:
     gate_up_biases: Sequence[Tensor]
     down_biases: Sequence[Tensor]
 
+    def split(self, count: int) -> Iterator[ExpertParts]:
+        """So many equally wide experts, without biases, whose outputs add up to this one's."""
+        rows = [self.gate_up[0].shape[0] // count] * count
+        first = zip(*(row_parts(part, rows) for part in self.gate_up), strict=True)
+        last = zip(*(column_parts(part, count) for part in self.down), strict=True)
+        return (ExpertParts(*parts, [], []) for parts in zip(first, last, strict=True))
+
+    def is_stored_as(self, other: ExpertParts) -> bool:
+        """Whether both have the same format."""
+        own, others = (
+            [part.dtype if isinstance(part, QuantizedMatrix) else None for part in layer]
+            for layer in ((*self.gate_up, *self.down), (*other.gate_up, *other.down))
+        )
+        return own == others
+
 
 class WeightPlacement(Protocol[L, X]):
     """Where weights are kept, and in which layout. Results do not alias the file."""
@@ -74,6 +95,10 @@ class WeightPlacement(Protocol[L, X]):
 
     def experts(self, count: int, parts: Iterator[ExpertParts]) -> X:
         """All experts of a layer, so many, each of which is read when it is asked for."""
+
+    def shared_experts(self, moe: MoeSpec) -> int:
+        """As how many further experts the shared one is kept, if it is stored as the others are; 0
+        for layers of its own."""
 
     def router(self, stored: Tensor) -> Tensor:
         """A weight that scores experts, in float32: never quantised."""
@@ -118,6 +143,9 @@ class CpuPlacement:
             for expert in parts
         ]
 
+    def shared_experts(self, moe: MoeSpec) -> int:
+        return 0
+
     def router(self, stored: Tensor) -> Tensor:
         return pack(stored.to(torch.float32, copy=True))
 
@@ -153,7 +181,8 @@ class MoeWeights(Generic[L, X]):
         router_bias: [E] float32; None without one.
         select_bias: [E] float32; None without one.
         experts: E of them, as their placement keeps them.
-        shared: the expert of all tokens, if there is one.
+        shared: the expert of all tokens, if there is one and it is not among `experts`, behind the
+            others.
         shared_gate: [1, hidden_size] float32, as the router; None if the shared expert has none.
     """
 
@@ -474,19 +503,35 @@ class _LayerReader(Generic[L, X]):
             last, last_biases = self._fused(index, slots, (down,))
             return ExpertParts(first, last, first_biases, last_biases)
 
-        def shared(*names: str) -> L:
-            return self._placement.linear(*self._fused(index, slots, names))
+        def shared_layers(parts: ExpertParts) -> MlpWeights[L]:
+            return MlpWeights(
+                self._placement.linear(parts.gate_up, parts.gate_up_biases),
+                self._placement.linear(parts.down, parts.down_biases),
+            )
 
+        parts: Iterator[ExpertParts] = map(expert, range(spec.num_experts))
+        shared, joined = self._shared(index, slots, spec), 0
+        if shared is not None and shared.is_stored_as(expert(0)):
+            joined = self._placement.shared_experts(spec)
+            parts = chain(parts, shared.split(joined)) if joined else parts
         return MoeWeights(
             router=router("router"),
             router_bias=self._vector(index, "router", ".bias") if spec.router_bias else None,
             select_bias=self._vector(index, "select_bias") if spec.select_bias else None,
-            experts=self._placement.experts(spec.num_experts, map(expert, range(spec.num_experts))),
-            shared=None
-            if spec.shared is None
-            else MlpWeights(shared("shared_gate", "shared_up"), shared("shared_down")),
+            experts=self._placement.experts(spec.num_experts + joined, parts),
+            shared=None if shared is None or joined else shared_layers(shared),
             shared_gate=router("shared_score") if spec.shared_gate else None,
         )
+
+    def _shared(
+        self, index: int, slots: Mapping[str, tuple[Shape, bool]], spec: MoeSpec
+    ) -> ExpertParts | None:
+        """The expert of all tokens."""
+        if spec.shared is None:
+            return None
+        first, first_biases = self._fused(index, slots, ("shared_gate", "shared_up"))
+        last, last_biases = self._fused(index, slots, ("shared_down",))
+        return ExpertParts(first, last, first_biases, last_biases)
 
     def _vector(self, index: int, slot: str, suffix: str = "") -> Tensor:
         """A tensor in float32."""
@@ -527,7 +572,7 @@ class _LayerReader(Generic[L, X]):
         for name, fused in groupby(names, lambda slot: _name(self._spec, index, slot)):
             members = list(fused)
             rows = [slots[slot][0][0] for slot in members]
-            for slot, part in zip(members, _split(read(f"{name}.{kind}"), rows), strict=True):
+            for slot, part in zip(members, row_parts(read(f"{name}.{kind}"), rows), strict=True):
                 parts.append(_in_order(part, self._order(index, slot)))
         return parts
 
@@ -543,13 +588,6 @@ class _LayerReader(Generic[L, X]):
         # With latent attention RoPE rotates the columns behind these.
         first = 0 if latent is None else latent.rank if slot == "kv_a" else latent.nope_dim
         return torch.tensor([*range(first), *(first + column for column in columns)])
-
-
-def _split(stored: M, rows: list[int]) -> Sequence[M]:
-    """Consecutive parts with so many rows each."""
-    if isinstance(stored, QuantizedMatrix):
-        return stored.split(rows)
-    return torch.split(stored, rows)
 
 
 def _in_order(stored: M, order: Tensor | None) -> M:

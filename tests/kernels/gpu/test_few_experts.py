@@ -96,7 +96,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """What the kernels compute, and what their definition does in float64."""
     tokens, hidden = x.shape
-    top_k, width = router.routing.top_k, last.exact.shape[2]
+    top_k, width = router.all_top_k, last.exact.shape[2]
     dtype = first.operand.values.dtype if isinstance(first.operand, ScaledRows) else x.dtype
     operand, exact = _rows(x, dtype)
     inner = Guarded(tokens * top_k, width, dtype=x.dtype)
@@ -119,6 +119,10 @@ def _run(
     )
     scores = logits[:, : router.num_experts]
     chosen, weights = definition.route(scores.double(), router.routing, router.select_bias)
+    gates = logits[:, -1:].double().sigmoid() if router.shared_gate else weights.new_ones(tokens, 1)
+    further = torch.arange(router.num_experts, router.all_experts, device="cuda")
+    chosen = torch.cat([chosen, further.expand(tokens, -1)], 1)
+    weights = torch.cat([weights, gates.expand(-1, router.num_shared)], 1)
     expected = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
     found_inner = inner.check()
     for token in range(tokens):
@@ -136,7 +140,6 @@ def _run(
                 output = output + biases[1][expert].double()
             expected[token] += weights[token, rank] * output
     if shared is not None:
-        gates = logits[:, -1:].double().sigmoid() if router.shared_gate else 1.0
         expected += shared.double() * gates
     if before is not None:
         expected += before.double()
@@ -188,6 +191,20 @@ def test_biases_a_gated_shared_expert_and_what_was_before_are_added(
         shared=torch.randn(tokens, hidden, device="cuda").bfloat16(),
         before=torch.randn(tokens, hidden, device="cuda").bfloat16(),
     )
+    assert relative_error(found, expected) < _bound(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_shared_experts_are_behind_those_that_tokens_choose(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    experts, num_shared, width, hidden = 20, 2, 112, 336
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    first = Weights(experts + num_shared, 2 * width, hidden, dtype, gated=True)
+    last = Weights(experts + num_shared, hidden, width, dtype, gated=False)
+    router = Router(Routing(3, renormalize=False), experts, shared_gate=True, num_shared=num_shared)
+    found, expected = _run(x, _logits(tokens, experts + 1, "spread"), router, first, last)
     assert relative_error(found, expected) < _bound(dtype)
 
 

@@ -297,6 +297,32 @@ def test_a_shared_expert_and_what_was_before_are_added() -> None:
     assert relative_error(total.check(), expected) < ROUNDING[torch.bfloat16]
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 64, 65, 700])
+def test_shared_experts_are_behind_those_that_tokens_choose(tokens: int) -> None:
+    experts, top_k, num_shared = 60, 4, 2
+    logits = torch.randn(tokens, experts + 1, device="cuda")
+    router = Router(
+        Routing(top_k, renormalize=False), experts, shared_gate=True, num_shared=num_shared
+    )
+    routed = Routed(tokens, experts + num_shared, top_k + num_shared, "cuda")
+    route(logits, router, routed, tile=16)
+    rows = torch.zeros(tokens, 8, dtype=torch.bfloat16, device="cuda")
+    gather(rows, routed, num_tokens=tokens, out=rows.new_zeros(tokens * routed.top_k, 8))
+    chosen, weights = definition.route(logits[:, :-1], router.routing)
+    found = routed.experts.view(tokens, routed.top_k)
+    assert (found[:, :top_k] == chosen).all()
+    assert (found[:, top_k:] == torch.arange(experts, experts + num_shared, device="cuda")).all()
+    gates = logits[:, -1:].sigmoid().expand(-1, num_shared + 1)
+    torch.testing.assert_close(routed.weights, torch.cat([weights, gates], 1), rtol=2e-5, atol=1e-7)
+    order = routed.experts.long().sort(stable=True).indices
+    wanted = torch.empty_like(order)
+    wanted[order] = torch.arange(len(order), device="cuda")
+    assert (routed.positions == wanted).all()
+    tiles = routed.tiles.view(-1, 4)[: int(routed.num_tiles)]
+    assert int(tiles[:, 2].sum()) == tokens * routed.top_k
+    assert int(tiles[tiles[:, 0] >= experts, 2].sum()) == tokens * num_shared
+
+
 def test_operands_of_wrong_shapes_are_refused() -> None:
     routed = Routed(4, 8, 2, "cuda")
     router = Router(Routing(2, renormalize=True), 8)

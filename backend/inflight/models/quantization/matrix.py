@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,25 @@ class QuantizedMatrix:
 
 Matrix: TypeAlias = Tensor | QuantizedMatrix
 """A weight as a checkpoint has it: 16 or 32 bits a value, or 8 bits and scales."""
+
+
+M = TypeVar("M", Tensor, Matrix)
+
+
+def row_parts(matrix: M, rows: list[int]) -> Sequence[M]:
+    """Consecutive parts with so many rows each; views."""
+    if isinstance(matrix, QuantizedMatrix):
+        return matrix.split(rows)
+    return torch.split(matrix, rows)
+
+
+def column_parts(matrix: Matrix, count: int) -> Sequence[Matrix]:
+    """So many parts with equal numbers of consecutive columns; views."""
+    values = matrix.values if isinstance(matrix, QuantizedMatrix) else matrix
+    parts = torch.split(values, values.shape[1] // count, 1)
+    if isinstance(matrix, QuantizedMatrix):
+        return [QuantizedMatrix(part, matrix.scales) for part in parts]
+    return parts
 
 
 def quantize(weight: Tensor, dtype: torch.dtype) -> QuantizedMatrix:

@@ -4,13 +4,17 @@
 #include "common.cuh"
 
 // How experts are chosen. Logits are the sums of `parts` products with `rows` columns each, the last
-// one of which is the gate of the shared expert, if that has one; `stride` from a token to the next.
+// one of which is the gate of the shared expert, if that has one; `stride` from a token to the next. A
+// shared expert may be kept as `num_shared` experts behind the others, which all tokens have.
 struct RouterParams {
     const float* bias;         // [num_experts], or null
     const float* select_bias;  // [num_experts], or null
     int num_experts, top_k, parts, rows, stride;
-    int flags, num_groups, top_groups, shared_gate;
+    int flags, num_groups, top_groups, shared_gate, num_shared;
     float scale;
+
+    __device__ int all_experts() const { return num_experts + num_shared; }
+    __device__ int all_top_k() const { return top_k + num_shared; }
 };
 
 // As torch_ops.moe.Routing has them.
@@ -170,4 +174,16 @@ __device__ float shared_weight(const Logit& logit, const RouterParams& router) {
     for (int part = 0; part < router.parts; part++)
         gate += logit(part * router.rows + router.num_experts);
     return sigmoid(gate);
+}
+
+// `choose`, and after a token's own experts the shared ones: lane r has the r-th of all_top_k() experts
+// and its weight; `shared` becomes that of the shared expert.
+template <int PER_LANE, class Logit>
+__device__ int choose_all_of(const Logit& logit, const RouterParams& router, float* ranks,
+                             float& weight, float& shared) {
+    const int lane = threadIdx.x % 32, own = choose<PER_LANE>(logit, router, ranks, weight);
+    shared = shared_weight(logit, router);
+    if (lane < router.top_k || lane >= router.all_top_k()) return own;
+    weight = shared;
+    return router.num_experts + lane - router.top_k;
 }

@@ -32,15 +32,15 @@ struct Scratch {
     unsigned masks[MAX_EXPERTS];  // tokens of an expert; then its place in `experts`
 };
 
-// Called by all threads of a block, with all of it in shared memory. `ranks` has num_experts floats,
-// rounded up to 32, for each warp, `logit` returns that of a token and a column.
+// Called by all threads of a block, with all of it in shared memory. `ranks` has a float for each expert,
+// their number rounded up to 32, for each warp, `logit` returns that of a token and a column.
 template <int PER_LANE, class Logit>
 __device__ void choose_all(const Logit& logit, const RouterParams& router, int num_tokens,
                            Choice& to, Scratch& scratch, float* ranks) {
     // Read from a lane, so that the compiler knows that warps do not diverge.
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
-    const int lane = threadIdx.x % 32, top_k = router.top_k;
-    const int padded = (router.num_experts + 31) / 32 * 32;
+    const int lane = threadIdx.x % 32, top_k = router.all_top_k();
+    const int padded = (router.all_experts() + 31) / 32 * 32;
 #pragma unroll 1
     for (int i = threadIdx.x; i < padded; i += THREADS) scratch.masks[i] = 0;
 #pragma unroll 1
@@ -49,14 +49,15 @@ __device__ void choose_all(const Logit& logit, const RouterParams& router, int n
     __syncthreads();
     if (warp < num_tokens) {
         const auto own = [&](int column) { return logit(warp, column); };
-        float weight;
-        const int expert = choose<PER_LANE>(own, router, ranks + warp * padded, weight);
+        float weight, shared;
+        const int expert =
+            choose_all_of<PER_LANE>(own, router, ranks + warp * padded, weight, shared);
         if (lane < top_k) {
             atomicOr(scratch.masks + expert, 1u << warp);
             scratch.chosen[warp][lane] = expert;
             to.weights[warp][lane] = weight;
         }
-        if (lane == 0) to.weights[warp][top_k] = shared_weight(own, router);
+        if (lane == 0) to.weights[warp][top_k] = shared;
     }
     __syncthreads();
     if (warp == 0) {

@@ -31,7 +31,7 @@ struct GateUp {
     const In* weight;            // [E, 2 * width, hidden], rows of gate and up by turns of 8
     const float* weight_scales;  // [E * 2 * width] of 8-bit values, otherwise null
     const T* bias;               // [E * 2 * width], or null
-    T* inner;                    // [T * top_k, width]
+    T* inner;                    // [T * k, width]
     int hidden, width, gate;
 
     // By all blocks; `scale_of` returns the scale of a token's x, if it has 8 bits.
@@ -81,7 +81,8 @@ struct GateUp {
 
 }  // namespace few
 
-// inner[t * top_k + r] = gate(x[t] @ gate_up[the r-th expert of t]^T + bias), for up to TOKENS tokens.
+// inner[t * k + r] = gate(x[t] @ gate_up[the r-th expert of t]^T + bias), for up to TOKENS tokens; k is
+// all_top_k() of the router.
 //
 //   x [T, hidden], x_scales [T] of 8-bit values, otherwise null
 //   logits [T, stride] and what follows: see RouterParams
@@ -96,13 +97,14 @@ template <typename In, typename T, int PER_LANE>
 __global__ void __launch_bounds__(few::THREADS, 2)
     few_gate_up(const In* x, const float* x_scales, const float* logits, int stride, int parts,
                 int rows, const float* router_bias, const float* select_bias, int shared_gate,
-                int num_experts, int top_k, int flags, int num_groups, int top_groups, float scale,
+                int num_shared, int num_experts, int top_k, int flags, int num_groups, int top_groups, float scale,
                 few::Choice* choice, const In* weight, const float* weight_scales, const T* bias,
                 T* inner, int num_tokens, int hidden, int width, int gate, int stages) {
     using namespace few;
     extern __shared__ __align__(128) char memory[];
-    const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,       rows,
-                                 stride,      flags,       num_groups,  top_groups, shared_gate, scale};
+    const RouterParams router = {
+        router_bias, select_bias, num_experts, top_k,       parts,      rows, stride,
+        flags,       num_groups,  top_groups,  shared_gate, num_shared, scale};
     const int row_bytes = hidden * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
     const Memory at(memory, stages, num_tokens * pitch);
     pdl_wait();
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, at.rest);
     hand_on(at.choice, choice);
     const GateUp<In, T> layer = {weight, weight_scales, bias, inner, hidden, width, gate};
-    layer.run(at, num_tokens, top_k, stages,
+    layer.run(at, num_tokens, router.all_top_k(), stages,
               [&](int token) { return load_l2(x_scales + token); });
 }
 
@@ -300,14 +302,15 @@ __global__ void __cluster_dims__(few::CLUSTER, 1, 1) __launch_bounds__(few::THRE
     few_scored_gate_up(const T* x, const R* residual, const float* norm, R* total, T* out,
                        float eps, const T* router_weight, int parts, int rows,
                        const float* router_bias, const float* select_bias, int shared_gate,
-                       int num_experts, int top_k, int flags, int num_groups, int top_groups,
+                       int num_shared, int num_experts, int top_k, int flags, int num_groups, int top_groups,
                        float scale, few::Choice* choice, const In* weight,
                        const float* weight_scales, const T* bias, T* inner, int num_tokens,
                        int hidden, int width, int gate, int stages) {
     using namespace few;
     extern __shared__ __align__(128) char memory[];
-    const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,       rows,
-                                 0,           flags,       num_groups,  top_groups, shared_gate, scale};
+    const RouterParams router = {
+        router_bias, select_bias, num_experts, top_k,       parts,      rows, 0,
+        flags,       num_groups,  top_groups,  shared_gate, num_shared, scale};
     const int pitch = x_pitch(hidden * static_cast<int>(sizeof(In)));
     const Memory at(memory, stages, num_tokens * pitch);
     Exchange& exchange = *reinterpret_cast<Exchange*>(at.rest);
@@ -334,7 +337,7 @@ __global__ void __cluster_dims__(few::CLUSTER, 1, 1) __launch_bounds__(few::THRE
     choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, ranks);
     hand_on(at.choice, choice);
     const GateUp<In, T> layer = {weight, weight_scales, bias, inner, hidden, width, gate};
-    layer.run(at, num_tokens, top_k, stages,
+    layer.run(at, num_tokens, router.all_top_k(), stages,
               [&](int token) { return exchange.scales[token]; });
 }
 namespace few {

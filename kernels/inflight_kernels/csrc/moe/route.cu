@@ -88,18 +88,20 @@ __device__ inline int* make_plan(const Plan& plan, const Mask* masks, int num_ex
 template <int PER_LANE>
 __global__ void __launch_bounds__(1024)
     route(const float* logits, int stride, int parts, int rows, const float* bias,
-          const float* select_bias, int shared_gate, int num_experts, int top_k, int flags,
+          const float* select_bias, int shared_gate, int num_shared, int num_experts, int top_k, int flags,
           int num_groups, int top_groups, float scale, int num_tokens, int* experts, float* weights,
           int* positions, int* starts, Tile* tiles, int* num_tiles, int tile, int block_tokens,
           unsigned* arrived) {
-    const RouterParams router = {bias,  select_bias, num_experts, top_k,      parts,       rows,
-                                 stride, flags,       num_groups,  top_groups, shared_gate, scale};
+    const RouterParams router = {
+        bias,  select_bias, num_experts, top_k,       parts,      rows, stride,
+        flags, num_groups,  top_groups,  shared_gate, num_shared, scale};
+    const int all_experts = router.all_experts(), all_top_k = router.all_top_k();
     const Plan plan = {tiles, num_tiles, starts, tile};
     extern __shared__ __align__(8) int memory[];
-    const int padded = (num_experts + 31) / 32 * 32;
+    const int padded = (all_experts + 31) / 32 * 32;
     Mask* const masks = reinterpret_cast<Mask*>(memory);  // of tokens, by expert
     int* const chosen = memory + 2 * padded;
-    int* const scratch = chosen + block_tokens * top_k;
+    int* const scratch = chosen + block_tokens * all_top_k;
     float* const ranks = reinterpret_cast<float*>(scratch + blockDim.x + 2 * padded);
     __shared__ bool is_last;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
@@ -112,27 +114,29 @@ __global__ void __launch_bounds__(1024)
     for (int t = warp; t < count; t += num_warps) {
         const float* const own = logits + static_cast<long long>(first + t) * stride;
         const auto logit = [own](int column) { return load_l2(own + column); };
-        float weight;
-        const int expert = choose<PER_LANE>(logit, router, ranks + warp * padded, weight);
-        float* const to = weights + static_cast<long long>(first + t) * (top_k + 1);
-        if (lane < top_k) {
+        float weight, shared;
+        const int expert =
+            choose_all_of<PER_LANE>(logit, router, ranks + warp * padded, weight, shared);
+        float* const to = weights + static_cast<long long>(first + t) * (all_top_k + 1);
+        if (lane < all_top_k) {
             atomicOr(masks + expert, 1ull << t);
-            chosen[t * top_k + lane] = expert;
+            chosen[t * all_top_k + lane] = expert;
             to[lane] = weight;
         }
-        if (lane == 0) to[top_k] = shared_weight(logit, router);
+        if (lane == 0) to[all_top_k] = shared;
     }
     __syncthreads();
     const int* start_of = nullptr;
-    if (gridDim.x == 1) start_of = make_plan(plan, masks, num_experts, 1, scratch);
-    for (int i = threadIdx.x; i < count * top_k; i += blockDim.x) {
-        const int expert = chosen[i], rank = __popcll(masks[expert] & ((1ull << i / top_k) - 1));
-        experts[first * top_k + i] = expert;
-        positions[first * top_k + i] = start_of ? start_of[expert] + rank : rank;
+    if (gridDim.x == 1) start_of = make_plan(plan, masks, all_experts, 1, scratch);
+    for (int i = threadIdx.x; i < count * all_top_k; i += blockDim.x) {
+        const int expert = chosen[i];
+        const int rank = __popcll(masks[expert] & ((1ull << i / all_top_k) - 1));
+        experts[first * all_top_k + i] = expert;
+        positions[first * all_top_k + i] = start_of ? start_of[expert] + rank : rank;
     }
     if (gridDim.x == 1) return;
-    for (int e = threadIdx.x; e < num_experts; e += blockDim.x)
-        starts[blockIdx.x * num_experts + e] = __popcll(masks[e]);
+    for (int e = threadIdx.x; e < all_experts; e += blockDim.x)
+        starts[blockIdx.x * all_experts + e] = __popcll(masks[e]);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1u) == gridDim.x - 1;
@@ -140,5 +144,5 @@ __global__ void __launch_bounds__(1024)
     if (!is_last) return;
     __threadfence();
     if (threadIdx.x == 0) *arrived = 0;
-    make_plan(plan, masks, num_experts, gridDim.x, scratch);
+    make_plan(plan, masks, all_experts, gridDim.x, scratch);
 }

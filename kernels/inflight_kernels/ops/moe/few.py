@@ -274,9 +274,9 @@ def down(
     """
     (num_tokens, hidden), width = total.shape, inner.shape[1]
     sizes = _check_sizes(num_tokens, hidden, width, weight, router)
-    _check_experts(weight, bias, (router.num_experts, hidden, width))
+    _check_experts(weight, bias, (router.all_experts, hidden, width))
     check("choice", choice, (CHOICE_BYTES // 4,), torch.int32)
-    _check_rows("inner", inner, num_tokens * router.routing.top_k, width)
+    _check_rows("inner", inner, num_tokens * router.all_top_k, width)
     check("total", total, (num_tokens, hidden), torch.bfloat16)
     if shared is not None:
         check("shared", shared, (num_tokens, hidden), torch.bfloat16)
@@ -293,7 +293,7 @@ def down(
         total,
         int(adds),
         num_tokens,
-        router.routing.top_k,
+        router.all_top_k,
         hidden,
         width,
         stages,
@@ -310,9 +310,9 @@ def _check_gate_up(
     if layer.gate not in (SILU, CLAMPED):
         raise ValueError(f"gate is {layer.gate}; allowed: SILU, CLAMPED")
     sizes = _check_sizes(num_tokens, hidden, rows // 2, layer.weight, router)
-    _check_experts(layer.weight, layer.bias, (router.num_experts, rows, hidden))
+    _check_experts(layer.weight, layer.bias, (router.all_experts, rows, hidden))
     check("choice", choice, (CHOICE_BYTES // 4,), torch.int32)
-    _check_rows("out", out, num_tokens * router.routing.top_k, rows // 2)
+    _check_rows("out", out, num_tokens * router.all_top_k, rows // 2)
     return sizes
 
 
@@ -326,7 +326,7 @@ def _check_sizes(
         raise ValueError(f"{obstacle} is not supported")
     routing, item_bytes = router.routing, values_of(weight).itemsize
     num_groups = routing.num_groups
-    sizes = Sizes(hidden, width, router.num_experts, routing.top_k, num_groups, item_bytes)
+    sizes = Sizes(hidden, width, router.num_experts, router.all_top_k, num_groups, item_bytes)
     if not sizes.fits(num_tokens):
         raise ValueError(f"{num_tokens} tokens of {sizes} do not fit")
     return sizes

@@ -46,7 +46,7 @@ class Sizes:
     Attributes:
         hidden: d.
         width: w.
-        num_experts, top_k: E and k.
+        num_experts, top_k: E and k, which includes experts that are shared.
         num_groups: of experts, from some of which a token's experts are chosen; 1 for none.
         item_bytes: of a weight.
     """
@@ -85,7 +85,7 @@ class Sizes:
 
     def _weight_bytes(self, num_tokens: int) -> int:
         """That are read at most."""
-        pairs = min(num_tokens * self.top_k, self.num_experts)
+        pairs = min(num_tokens * self.top_k, self.num_experts + self.top_k)
         return pairs * 3 * self.width * self.hidden * self.item_bytes
 
     def stages(self, num_tokens: int) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class Sizes:
 
     def _gate_up_bytes(self, num_tokens: int) -> int:
         """Besides the stages."""
-        padded = -(-self.num_experts // 32) * 32
+        padded = -(-(self.num_experts + self.top_k) // 32) * 32  # with shared experts, at most
         ranks = 4 * _WARPS * padded if self.num_groups > 1 else 0
         x_bytes = num_tokens * _pitch(self.hidden * self.item_bytes)
         return x_bytes + CHOICE_BYTES + _SCRATCH_BYTES + _EXCHANGE_BYTES + ranks

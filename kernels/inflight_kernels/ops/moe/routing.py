@@ -35,12 +35,14 @@ class Router:
 
     Attributes:
         routing: see there.
-        num_experts: E.
+        num_experts: E, from which tokens' experts are chosen.
         parts: logits are the sums of so many products, each with E columns or, with a shared gate,
             E + 1.
         bias: [E] float32, added to logits.
         select_bias: [E] float32, added to scores when experts are chosen.
         shared_gate: whether the last column is the gate of the shared expert.
+        num_shared: experts behind the others as which a shared expert is kept: all tokens have
+            them, with the shared expert's weight.
     """
 
     routing: Routing
@@ -49,6 +51,17 @@ class Router:
     bias: Tensor | None = None
     select_bias: Tensor | None = None
     shared_gate: bool = False
+    num_shared: int = 0
+
+    @property
+    def all_experts(self) -> int:
+        """Those that are chosen from, and the shared ones."""
+        return self.num_experts + self.num_shared
+
+    @property
+    def all_top_k(self) -> int:
+        """Experts per token, the shared ones included."""
+        return self.routing.top_k + self.num_shared
 
     @property
     def columns(self) -> int:
@@ -65,6 +78,7 @@ class Router:
             0 if self.bias is None else self.bias,
             0 if self.select_bias is None else self.select_bias,
             int(self.shared_gate),
+            self.num_shared,
             self.num_experts,
             routing.top_k,
             _flags(routing),
@@ -76,10 +90,10 @@ class Router:
     def obstacle(self) -> str | None:
         """Why the kernels do not support it; None if they do."""
         routing = self.routing
-        if self.num_experts > MAX_EXPERTS:
-            return f"{self.num_experts} experts (allowed: up to {MAX_EXPERTS})"
-        if routing.top_k > MAX_TOP_K:
-            return f"{routing.top_k} experts per token (allowed: up to {MAX_TOP_K})"
+        if self.all_experts > MAX_EXPERTS:
+            return f"{self.all_experts} experts (allowed: up to {MAX_EXPERTS})"
+        if self.all_top_k > MAX_TOP_K:
+            return f"{self.all_top_k} experts per token (allowed: up to {MAX_TOP_K})"
         if routing.num_groups > MAX_GROUPS:
             return f"{routing.num_groups} groups of experts (allowed: up to {MAX_GROUPS})"
         return None
@@ -143,9 +157,9 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
     if not num_tokens:
         return
     per_block = block_tokens(num_tokens)
-    padded = -(-num_experts // 32) * 32
+    padded = -(-router.all_experts // 32) * 32
     threads = max(padded, min(32 * min(num_tokens, per_block), _MAX_THREADS))
-    words = 4 * padded + threads + per_block * routing.top_k
+    words = 4 * padded + threads + per_block * router.all_top_k
     if routing.top_groups < routing.num_groups:
         words += threads // 32 * padded
     kernel("route", f"route<{_per_lane(num_experts)}>")(
@@ -170,7 +184,7 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
 
 def _check_operands(logits: Tensor, router: Router, routed: Routed) -> None:
     num_tokens, columns = logits.shape
-    routing, num_experts = router.routing, router.num_experts
+    num_experts = router.num_experts
     obstacle = router.obstacle()
     if obstacle is not None:
         raise ValueError(f"{obstacle} is not supported")
@@ -179,12 +193,13 @@ def _check_operands(logits: Tensor, router: Router, routed: Routed) -> None:
             f"logits are {logits.dtype} {list(logits.shape)}; expected {router.columns} columns of "
             "float32, contiguous"
         )
-    if num_tokens > routed.max_tokens or (num_experts, routing.top_k) != (
+    all_experts, top_k = router.all_experts, router.all_top_k
+    if num_tokens > routed.max_tokens or (all_experts, top_k) != (
         routed.num_experts,
         routed.top_k,
     ):
         raise ValueError(
-            f"{num_tokens} tokens with {routing.top_k} of {num_experts} experts; the memory is for "
+            f"{num_tokens} tokens with {top_k} of {all_experts} experts; the memory is for "
             f"{routed.max_tokens} with {routed.top_k} of {routed.num_experts}"
         )
     for name, bias in (("bias", router.bias), ("select_bias", router.select_bias)):
