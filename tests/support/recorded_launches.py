@@ -19,6 +19,7 @@ from inflight.models import decoder_cuda
 from inflight.models.layers import attention as attention_layers
 from inflight.models.quantization import scaled_cuda, unquantized_cuda
 from inflight_kernels.ops import attention_operands
+from inflight_kernels.ops.latent import products as latent_products
 from inflight_kernels.ops.linear import gemm, skinny_gemm, weight_only
 from inflight_kernels.runtime.recording import Launched, record_launches
 
@@ -48,7 +49,7 @@ def recording(
     }
     modules = (
         *(attention_layers, attention_operands, decoder_cuda, scaled_cuda, unquantized_cuda),
-        *(gemm, skinny_gemm, weight_only),
+        *(gemm, latent_products, skinny_gemm, weight_only),
     )
     for module in modules:
         for name, place in gpu.items():

@@ -236,8 +236,20 @@ def test_a_step_with_ready_history_still_waits_for_its_projections() -> None:
         assert torch.equal(layer.cache.nan_to_num(), cache.nan_to_num())
 
 
-def _lengths(history: int, tokens: int) -> Tensor:
-    return torch.full((tokens,), history + 1, dtype=torch.int32, device="cuda")
+def _decodes(tables: Tensor, kv_len: int, heads: int, scale: float) -> LatentMetadata:
+    """Of sequences of equal lengths, to be planned."""
+    count = len(tables)
+    size = workspace_size(count, count, heads, max_q_len=1)
+    return LatentMetadata(
+        LatentParams(heads, scale),
+        torch.arange(count + 1, dtype=torch.int32, device="cuda"),
+        torch.full((count,), kv_len, dtype=torch.int32, device="cuda"),
+        tables,
+        count,
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+        max_q_len=1,
+        planned=True,
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 70])
@@ -256,17 +268,7 @@ def test_a_layer_is_that_of_expanded_keys_and_values(tokens: int) -> None:
     queries = torch.empty(tokens, heads, KEY, dtype=DTYPE, device="cuda")
     attended = torch.empty(tokens, heads, RANK, dtype=DTYPE, device="cuda")
     out = torch.empty(tokens, heads, width, dtype=DTYPE, device="cuda")
-    size = workspace_size(tokens, tokens, heads, max_q_len=1)
-    metadata = LatentMetadata(
-        LatentParams(heads, scale),
-        torch.arange(tokens + 1, dtype=torch.int32, device="cuda"),
-        _lengths(history, tokens),
-        tables,
-        tokens,
-        torch.empty(size, dtype=torch.uint8, device="cuda"),
-        max_q_len=1,
-        planned=True,
-    )
+    metadata = _decodes(tables, history + 1, heads, scale)
     projections, *others = layer.rows
     plan(metadata, pdl=True)
     prepare(projections, layer.k_up, *others, queries=queries)
@@ -297,17 +299,7 @@ def test_dependent_launches_in_a_graph_give_the_same(tokens: int) -> None:
     queries = torch.empty(tokens, heads, KEY, dtype=DTYPE, device="cuda")
     attended = torch.empty(tokens, heads, RANK, dtype=DTYPE, device="cuda")
     out = torch.empty(tokens, heads, 128, dtype=DTYPE, device="cuda")
-    size = workspace_size(tokens, tokens, heads, max_q_len=1)
-    metadata = LatentMetadata(
-        LatentParams(heads, 0.05),
-        torch.arange(tokens + 1, dtype=torch.int32, device="cuda"),
-        torch.ones(tokens, dtype=torch.int32, device="cuda"),
-        tables,
-        tokens,
-        torch.empty(size, dtype=torch.uint8, device="cuda"),
-        max_q_len=1,
-        planned=True,
-    )
+    metadata = _decodes(tables, 1, heads, 0.05)
 
     def chain(pdl: bool) -> None:
         plan(metadata, pdl=pdl)
