@@ -19,8 +19,9 @@ from inflight.models import decoder_cuda
 from inflight.models.layers import attention as attention_layers
 from inflight.models.quantization import scaled_cuda, unquantized_cuda
 from inflight_kernels.ops import attention_operands
+from inflight_kernels.ops.latent import products as latent_products
 from inflight_kernels.ops.linear import gemm, skinny_gemm, weight_only
-from inflight_kernels.ops.moe import products
+from inflight_kernels.ops.moe import few, few_sizes, products
 from inflight_kernels.runtime.recording import Launched, record_launches
 
 _META = torch.device("meta")
@@ -49,7 +50,7 @@ def recording(
     }
     modules = (
         *(attention_layers, attention_operands, decoder_cuda, scaled_cuda, unquantized_cuda),
-        *(gemm, skinny_gemm, weight_only, products),
+        *(gemm, latent_products, skinny_gemm, weight_only, products, few, few_sizes),
     )
     for module in modules:
         for name, place in gpu.items():

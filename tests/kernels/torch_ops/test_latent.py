@@ -87,6 +87,31 @@ def test_absorbed_queries_attend_to_the_cache_alone(chunks: list[tuple[int, int]
     case.check(latent.project_values(attended, case.v_up))
 
 
+@chunks
+def test_attention_to_the_cache_alone_needs_no_plan(chunks: list[tuple[int, int]]) -> None:
+    case = Case(chunks)
+    tables, query_start, seq_lens = map(torch.from_numpy, case.step)
+    queries = latent.absorb(case.q, case.k_up)
+    operands = case.cache, tables, query_start, seq_lens, SCALE, RANK
+    attended = latent.paged_attention(queries, *operands)
+    case.check(latent.project_values(attended.flatten(1), case.v_up))
+
+
+def test_a_row_without_keys_and_a_row_of_no_chunk_get_zeros() -> None:
+    cache = torch.randn(2, BLOCK, 1, RANK + ROPE)
+    found = latent.paged_attention(
+        torch.randn(4, HEADS, RANK + ROPE),
+        cache,
+        torch.tensor([[0], [1]]),
+        torch.tensor([0, 1, 3]),
+        torch.tensor([0, 1]),
+        SCALE,
+        RANK,
+    )
+    assert (found[[0, 1, 3]] == 0).all()
+    torch.testing.assert_close(found[2], cache[1, 0, :, :RANK].expand(HEADS, -1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_attention_reads_keys_of_8_bits(dtype: torch.dtype) -> None:
     case = Case(CHUNKS["mixed"])

@@ -166,7 +166,8 @@ class WideResidual(Residual):
         self._is_new = False  # `hidden` is not initialised yet
         # `hidden`, and the memory of the next sum where it is not computed in place.
         self._whole = self.hidden
-        self._few = torch.zeros_like(self.hidden[:MAX_SUMMED_ROWS])
+        few = min(num_rows, MAX_SUMMED_ROWS)
+        self._few = torch.zeros(few, spec.hidden_size, dtype=torch.float32, device=device)
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         embedding(token_ids, table, out=self._addend[: len(token_ids)], pdl=True)

@@ -68,7 +68,7 @@ def absorb(
         return
     if num_tokens > MAX_TOKENS and not batch_invariant:
         by_head = queries[:, :, :RANK].transpose(0, 1)
-        torch.bmm(q[:, :, : width - ROTATED].transpose(0, 1), k_up, out=by_head)
+        _multiply(q[:, :, : width - ROTATED].transpose(0, 1), k_up, by_head)
         return
     _launch_absorb(
         (q, Int64(q.stride(0)), 0, Int64(0), queries, num_heads, 0, Int64(0), 0, *[0] * 5, 0.0),
@@ -178,7 +178,7 @@ def project_values(
     if not num_tokens:
         return
     if num_tokens > MAX_TOKENS and not batch_invariant:
-        torch.bmm(attended.transpose(0, 1), v_up.transpose(1, 2), out=out.transpose(0, 1))
+        _multiply(attended.transpose(0, 1), v_up.transpose(1, 2), out.transpose(0, 1))
         return
     slab = _FEW_SLAB if num_tokens <= _FEW_TOKENS else _MANY_SLAB
     kernel("latent_products", _project_name(slab))(
@@ -192,6 +192,12 @@ def project_values(
         num_tokens,
         pdl=pdl,
     )
+
+
+def _multiply(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """By cuBLAS, [H, T, k] @ [H, k, n] -> out; nothing while launches are recorded."""
+    if not rows.is_meta:
+        torch.bmm(rows, matrices, out=out)
 
 
 def _check_absorbed(q: Tensor, k_up: Tensor) -> None:
