@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         if (is_over) break;
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = 0; i < num_splits; ++i)
         merge_split<S>(args, memory.splits[i], share, own_slots, arrivals, memory);
 }

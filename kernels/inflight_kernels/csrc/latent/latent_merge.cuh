@@ -14,9 +14,7 @@
 namespace attention {
 
 // Clock cycles after which a block leaves its part to the last one: 20 us or so.
-#ifndef LATENT_PATIENCE
-#define LATENT_PATIENCE 40000
-#endif
+constexpr int PATIENCE = 40000;
 
 // Records that this block has left its sums of a split unit; all its threads have written theirs
 // before a barrier.
@@ -120,7 +118,7 @@ __device__ __forceinline__ void merge_part(const Arguments<typename S::Element>&
 // the parts that others have left to it.
 //
 //   arrivals   [gridDim.x] counters of units, then [2 * gridDim.x] marks, one for each slot: the
-//              number of the launch, from 1 on, in which its block has not waited long enough
+//              number of the launch, from 1 on, in which its block has left its part
 template <class S>
 __device__ __forceinline__ void merge_split(const Arguments<typename S::Element>& args,
                                             const Split& split, const Share& share,
@@ -134,27 +132,17 @@ __device__ __forceinline__ void merge_split(const Arguments<typename S::Element>
     const auto mark_of = [&](int rank) {
         return marks + 2 * (blocks.first + rank) + (rank == 0 ? 1 : 0);
     };
+    bool complete = split.is_last, left = false;
     if (split.is_last) {
-        bool left = false;
 #pragma unroll 1
         for (int rank = threadIdx.x; rank < count; rank += S::THREADS)
             left |= load_l2(mark_of(rank)) == split.launch + 1;
-        merge_part<S>(args, unit, slots, blocks, own, memory);
-        if (!__syncthreads_or(left)) return;
-        // Some may have been merged all the same, with the same results.
-#pragma unroll 1
-        for (int rank = 0; rank < count; ++rank)
-            if (rank != own && __syncthreads_or(load_l2(mark_of(rank)) == split.launch + 1))
-                merge_part<S>(args, unit, slots, blocks, rank, memory);
-        return;
-    }
-    bool complete = false;
-    if (threadIdx.x == 0) {
+    } else if (threadIdx.x == 0) {
         const auto all_arrived = [&] {
             return ptx::load_acquired(arrivals + blocks.first) >= (split.launch + 1) * count;
         };
         const long long started = clock64();
-        while (!(complete = all_arrived()) && clock64() - started < LATENT_PATIENCE) __nanosleep(20);
+        while (!(complete = all_arrived()) && clock64() - started < PATIENCE) __nanosleep(20);
         if (!complete) {
             *mark_of(own) = split.launch + 1;
             // Either this block sees that the last one has arrived, or that one sees the mark.
@@ -162,7 +150,16 @@ __device__ __forceinline__ void merge_split(const Arguments<typename S::Element>
             complete = all_arrived();
         }
     }
-    if (__syncthreads_or(complete)) merge_part<S>(args, unit, slots, blocks, own, memory);
+    if (!__syncthreads_or(complete)) return;
+    // The own part, and all that were left. Their blocks may have merged them all the same, with the
+    // same results.
+    const int parts = __syncthreads_or(left) ? count : 1;
+#pragma unroll 1
+    for (int i = 0; i < parts; ++i) {
+        const int rank = own + i < count ? own + i : own + i - count;
+        if (i == 0 || __syncthreads_or(load_l2(mark_of(rank)) == split.launch + 1))
+            merge_part<S>(args, unit, slots, blocks, rank, memory);
+    }
 }
 
 }  // namespace attention

@@ -94,8 +94,8 @@ struct LatentMemory {
     T* queries;       // [ROWS, PITCH], unless they are in registers
     float* scores;    // [DEPTHS, ROWS, KEYS]
     T* weights;       // [ROWS, WEIGHT_PITCH]
-    float2* states;   // [ROWS]: maximum and total of a unit that ends
-    float* rescales;  // [ROWS]: factor of earlier sums
+    float* rescales;  // [ROWS]: factors of earlier sums
+    float* inverses;  // [ROWS]: of the totals of a whole unit
     Split* splits;    // [2]
 
     __device__ __forceinline__ explicit LatentMemory(unsigned char* memory) {
@@ -108,8 +108,8 @@ struct LatentMemory {
         queries = reinterpret_cast<T*>(take(QUERY_BYTES));
         scores = reinterpret_cast<float*>(take(SCORE_BYTES));
         weights = reinterpret_cast<T*>(take(WEIGHT_BYTES));
-        states = reinterpret_cast<float2*>(take(S::ROWS * 8));
         rescales = reinterpret_cast<float*>(take(S::ROWS * 4));
+        inverses = reinterpret_cast<float*>(take(S::ROWS * 4));
         splits = reinterpret_cast<Split*>(take(SPLIT_BYTES));
     }
 };
@@ -390,20 +390,21 @@ __device__ __forceinline__ void leave_sums(const Arguments<typename S::Element>&
                                            const Slots<S>& slots) {
     using T = typename S::Element;
     const int row = threadIdx.x / S::LANES;
-    const float2 own = make_float2(state.max, warp_sum<S::LANES>(state.total));
+    const float total = warp_sum<S::LANES>(state.total);
     if (unit.whole()) {
-        if (threadIdx.x % S::LANES == 0) memory.states[row] = own;
+        // Zero for a row without keys.
+        if (threadIdx.x % S::LANES == 0) memory.inverses[row] = total > 0.0f ? 1.0f / total : 0.0f;
         __syncthreads();
         for_sums<S>(sums, unit.num_rows, [&](int row, int column, float2 pair) {
-            const float total = memory.states[row].y;
-            const float inverse = total > 0.0f ? 1.0f / total : 0.0f;  // zero for a row without keys
+            const float inverse = memory.inverses[row];
             *reinterpret_cast<unsigned*>(out_row<S>(args, unit, row) + column) =
                 ptx::pack<T>(pair.x * inverse, pair.y * inverse);
         });
         return;
     }
     const int slot = Slots<S>::own(unit);
-    if (threadIdx.x % S::LANES == 0 && row < unit.num_rows) *slots.state(slot, row) = own;
+    if (threadIdx.x % S::LANES == 0 && row < unit.num_rows)
+        *slots.state(slot, row) = make_float2(state.max, total);
     for_sums<S>(sums, unit.num_rows, [&](int row, int column, float2 pair) {
         *reinterpret_cast<float2*>(slots.row(slot, row) + column) = pair;
     });

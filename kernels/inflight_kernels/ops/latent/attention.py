@@ -18,7 +18,6 @@ from inflight_kernels.ops.attention_dispatch import Part
 from inflight_kernels.ops.attention_operands import (
     BLOCK_SIZES,
     current_gpu,
-    longest_of,
     parts_of,
 )
 from inflight_kernels.ops.latent.dispatch import CANDIDATES, max_workspace_bytes, parts
@@ -99,11 +98,6 @@ class LatentMetadata:
             return parts(num_chunks, num_tokens, longest, num_heads, gpu, spec.batch_invariant)
 
         object.__setattr__(self, "parts", parts_of(self, find))
-
-    @property
-    def longest(self) -> int:
-        """Upper bound of the tokens of a chunk."""
-        return longest_of(self)
 
 
 def workspace_size(

@@ -49,8 +49,8 @@ class LatentShape:
         queries = 0 if self.rows <= _REGISTER_ROWS else self.rows * row
         scores = _DEPTHS * self.rows * _KEYS * 4
         weights = self.rows * (_KEYS + 8) * 2
-        states = self.rows * 12
-        return self.stages * _KEYS * row + queries + scores + weights + states + _SPLIT_BYTES
+        factors = self.rows * 8
+        return self.stages * _KEYS * row + queries + scores + weights + factors + _SPLIT_BYTES
 
     def name(self, storage: str) -> str:
         """The kernel's name expression."""
