@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     using T = typename S::Element;
     constexpr int NO_WINDOW = 1 << 30;
     const Arguments<T> args(q, cache, cache, out, block_tables, q_stride, block_stride,
-                            table_stride, block_shift, num_heads, 1, scale, 0.0f, NO_WINDOW);
+                            table_stride, block_shift, num_heads, 1, scale, 0.0f, NO_WINDOW,
+                            nullptr);
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const LatentMemory<S> memory(shared_memory);
     const Slots<S> own_slots(slots);

@@ -59,7 +59,7 @@ struct LatentShape {
     __device__ __forceinline__ static int kv_head(const Unit& unit) { return 0; }
 
     // Rows of q, and this warp's part of them.
-    struct Query {
+    struct QueryRow {
         using Element = Element_;
         static constexpr int HEAD_DIM = KEY_DIM;
         __device__ __forceinline__ static int kv_head(const Unit& unit) { return 0; }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void copy_latent_queries(typename S::Element* queries
         const int row = index / CHUNKS, chunk = index % CHUNKS;
         const bool valid = row < unit.num_rows;
         ptx::copy_async(ptx::shared_address(queries + row * S::PITCH + chunk * 8),
-                        query_row<typename S::Query>(args, unit, valid ? row : 0) + chunk * 8,
+                        query_row<typename S::QueryRow>(args, unit, valid ? row : 0) + chunk * 8,
                         valid);
     }
 }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void load_latent_rows(LatentRows<S>& rows,
     for (int half = 0; half < 2; ++half) {
         const int row = first + half * 8 + threadIdx.x % 32 / 4;
         if (row < unit.num_rows)
-            rows[half].load(query_row<typename S::Query>(args, unit, row) + depth * S::DEPTH);
+            rows[half].load(query_row<typename S::QueryRow>(args, unit, row) + depth * S::DEPTH);
         else
             rows[half].clear();
     }
@@ -397,7 +397,8 @@ __device__ __forceinline__ void leave_sums(const Arguments<typename S::Element>&
         __syncthreads();
         for_sums<S>(sums, unit.num_rows, [&](int row, int column, float2 pair) {
             const float inverse = memory.inverses[row];
-            *reinterpret_cast<unsigned*>(out_row<S>(args, unit, row) + column) =
+            *reinterpret_cast<unsigned*>(out_row<S>(args, unit, query_of<S>(args, unit, row)) +
+                                         column) =
                 ptx::pack<T>(pair.x * inverse, pair.y * inverse);
         });
         return;
