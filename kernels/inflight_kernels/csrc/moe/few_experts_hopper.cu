@@ -251,8 +251,8 @@ __device__ void score_rows(const NormedStream<T, R>& stream, const T* rows, int 
             if (column_of(i) >= hidden) continue;
 #pragma unroll
             for (int r = 0; r < ROUTER_ROWS; r++) {
-                float w[N];
-                unpack<T>(load_vector(rows + r * hidden + column_of(i)), w);
+                float w[N];  // of a row that does not exist those of the first
+                unpack<T>(load_vector(rows + (r < count ? r : 0) * hidden + column_of(i)), w);
 #pragma unroll
                 for (int j = 0; j < N; j++) sums[r] += values[i][j] * w[j];
             }
