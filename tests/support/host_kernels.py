@@ -34,6 +34,12 @@ from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
+from inflight_kernels.ops.linear.operands import (
+    MAX_SUMMED_ROWS,
+    Input,
+    NormedRows,
+    SummedRows,
+)
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams
 from inflight_kernels.ops.rope import PagedKV, QkNorm
@@ -470,6 +476,9 @@ class HostLinear:
     def norms(self, num_tokens: int) -> bool:
         return False
 
+    def sums(self, num_tokens: int) -> bool:
+        return False
+
     def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
         kind = out.dtype  # logits in float32 are not rounded on their way
         product = transformer.linear(x[:num_tokens].to(kind), self.weight.to(kind), self._bias)
@@ -492,6 +501,7 @@ class HostScaledLinear:
         self.weight = weight
         self._bias = None if bias is None else bias.float()  # sums are in float32
         self._inputs = inputs
+        self._invariant = invariant
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
         values = self.weight.values
@@ -500,7 +510,15 @@ class HostScaledLinear:
     def norms(self, num_tokens: int) -> bool:
         return False
 
-    def product(self, x: Tensor | ScaledRows, out: Tensor, num_tokens: int) -> None:
+    def sums(self, num_tokens: int) -> bool:
+        return not self._invariant and num_tokens <= MAX_SUMMED_ROWS // 2
+
+    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
+        if isinstance(x, SummedRows):
+            normed, total = transformer.rms_norm(x.rows, x.weight, x.eps, x.residual)
+            x.total.copy_(total)
+            x = normed
+        assert not isinstance(x, NormedRows), "these have norms of sums alone"
         out[:num_tokens] = self._product(x, num_tokens)
 
     def add(self, x: Tensor | ScaledRows, total: Tensor, num_tokens: int) -> None:

@@ -385,10 +385,11 @@ class Decoder:
             strict=True,
         )
         for index, (own, which, learned, pair) in enumerate(islice(layers, last + 1)):
-            x = self._norm(residual, own.attention_norm, own.qkv, num_tokens)
+            sums = own.qkv.sums(num_tokens)
+            x = self._norm(residual, own.attention_norm, own.qkv, num_tokens, sums=sums)
+            own.qkv.product(x, buffers.qkv, num_tokens)
             for aux in aux_layers.get(index, ()):
                 aux[:num_tokens].copy_(residual.hidden[:num_tokens])
-            own.qkv.product(x, buffers.qkv, num_tokens)
             self._norm_whole_rows(own, spec.layers[index].attention, qkv)
             kv = PagedKV(*pair)
             if index == last and not num_kept:
@@ -438,9 +439,15 @@ class Decoder:
         norm: NormWeights | None,
         linear: CudaSublayer,
         num_tokens: int,
+        *,
+        sums: bool = False,
     ) -> Input:
         """The norm of the stream as input of a linear layer: computed or quantised on the way if
-        that saves a kernel, or the entire buffer `normed`."""
+        that saves a kernel, as is the stream itself if the layer `sums`, or the entire buffer
+        `normed`."""
+        summed = residual.summed(norm, num_tokens) if sums else None
+        if summed is not None:
+            return summed
         if linear.norms(num_tokens):
             normed = residual.normed(norm, num_tokens)
             if normed is not None:
@@ -473,13 +480,8 @@ class Decoder:
         scale = layer.residual_scale
         residual.add(attended, own.out, num_tokens, own.attention_post_norm, scale)
         if mixture is not None:
-            summed = (
-                residual.summed(own.mlp_norm, num_tokens) if mixture.norms(num_tokens) else None
-            )
-            if summed is None:
-                x = self._norm(residual, own.mlp_norm, mixture, num_tokens)
-            else:
-                x = summed
+            sums = mixture.sums(num_tokens)
+            x = self._norm(residual, own.mlp_norm, mixture, num_tokens, sums=sums)
             residual.add(x, mixture, num_tokens, own.mlp_post_norm, scale)
             return
         mlp, weights = layer.dense_mlp, own.dense_mlp

@@ -199,6 +199,9 @@ class CudaMoe:
     def norms(self, num_tokens: int) -> bool:
         return not self._batch_invariant and self._sizes.fits(num_tokens)
 
+    def sums(self, num_tokens: int) -> bool:
+        return self.norms(num_tokens)
+
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         self._run(x, out[:num_tokens], adds=False)
 

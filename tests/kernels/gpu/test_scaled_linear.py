@@ -10,7 +10,7 @@ from graph_replay import check_replays
 from guarded import Guarded, relative_error
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.linear.gemm import Plan
-from inflight_kernels.ops.linear.operands import NormedRows
+from inflight_kernels.ops.linear.operands import NormedRows, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.runtime.launch import BYTE_TYPES
@@ -323,3 +323,20 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
 
 def _narrow(matrix: ScaledRows) -> ScaledRows:
     return matrix._replace(values=matrix.values.view(torch.uint8)[:, :56].contiguous().view(VALUES))
+
+
+@pytest.mark.parametrize(("n", "k"), [(5120, 2048), (576, 1536), (3072, 576), (16, 16)])
+@pytest.mark.parametrize("tokens", range(1, skinny_gemm.MAX_QUANTIZED_TOKENS + 1))
+def test_a_sum_is_normed_and_quantised_on_the_way(n: int, k: int, tokens: int) -> None:
+    x, weight = _random(tokens, k, scale=3.0), _quantized(n, k, scale=k**-0.5)
+    residual, bias = torch.randn(tokens, k, device="cuda"), _random(n)
+    factors = torch.randn(k, device="cuda")
+    total, out = Guarded(tokens, k, dtype=torch.float32), Guarded(tokens, n, dtype=DTYPE)
+    given = SummedRows(x, residual, total.tensor, factors, EPS)
+    for pdl in (False, True):
+        skinny_gemm.summing_linear(given, weight, bias, out=out.tensor, pdl=pdl)
+        summed = x.float() + residual
+        assert torch.equal(total.check(), summed)
+        exact = _normed(summed, factors.double())
+        expected = _rounded(exact) @ _wide(weight).T + bias.double()
+        assert relative_error(out.check(), expected) < 2 * ERROR

@@ -40,6 +40,9 @@ class CudaSublayer(Protocol):
     def norms(self, num_tokens: int) -> bool:
         """Whether it computes the norm of so many rows on the way, and so takes x as NormedRows."""
 
+    def sums(self, num_tokens: int) -> bool:
+        """Whether `product` also computes the sum that is normed, and so takes x as SummedRows."""
+
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         """out = layer(x), of a linear one x @ weight.T + bias; out in float32 or in x's dtype."""
 

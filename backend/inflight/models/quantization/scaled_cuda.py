@@ -65,6 +65,9 @@ class CudaScaledLinear:
         n, k = self.weight.values.shape
         return not self._batch_invariant and skinny_gemm.can_quantize(num_tokens, n, k)
 
+    def sums(self, num_tokens: int) -> bool:
+        return self.norms(num_tokens)
+
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         self._multiply(x, None, out[:num_tokens], gated=False)
 
@@ -77,7 +80,10 @@ class CudaScaledLinear:
 
     def _multiply(self, x: Input, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
         num_tokens = len(out)
-        assert not isinstance(x, SummedRows), "sums are for mixtures of experts"
+        if isinstance(x, SummedRows):
+            assert residual is None and not gated, "sums are for products alone"
+            skinny_gemm.summing_linear(x, self.weight, self._bias, out=out, pdl=True)
+            return
         if isinstance(x, Tensor):
             x = x[:num_tokens]
         if not isinstance(x, ScaledRows) and self.norms(num_tokens):

@@ -45,6 +45,9 @@ class CudaLinear:
     def norms(self, num_tokens: int) -> bool:
         return False
 
+    def sums(self, num_tokens: int) -> bool:
+        return False
+
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         weight, bias = self.weight, self._bias

@@ -66,6 +66,9 @@ class CudaWeightOnlyLinear:
     def norms(self, num_tokens: int) -> bool:
         return False
 
+    def sums(self, num_tokens: int) -> bool:
+        return False
+
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         if self._streams(num_tokens):
             self._stream(x, None, out[:num_tokens], gated=False)

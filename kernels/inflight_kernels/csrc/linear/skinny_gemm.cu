@@ -21,7 +21,7 @@ __device__ void store_pair(Out* to, float a, float b) {
 // See skinny_gemm. In: type of the weight, and of x unless it is QUANTIZED here; row_scales is null
 // unless it has 8 bits. PAIR: by pairs of blocks.
 template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR,
-          bool QUANTIZED = false>
+          bool QUANTIZED = false, bool OF_SUMS = false>
 __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float* row_scales,
                          const T* bias, const T* residual, Out* out, int m, int n, int k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -124,7 +124,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     // Of this thread's two tokens.
     float token_scale[2] = {};
     if constexpr (QUANTIZED) {
-        token_scale[0] = quantize_input<PAIR ? 4 : 2>(x, quantized, partial, m, k, first, last,
+        token_scale[0] = quantize_input<PAIR ? 4 : 2, OF_SUMS>(x, quantized, partial, m, k, first, last,
                                                       thread, warp * 16 + lane / 4);
         if (warp > WARPS) return;
     } else if constexpr (SCALED) {
@@ -325,6 +325,17 @@ __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
                                                          out, m, n, k);
 }
 
+// The same of the norm of x + residual, which the first block writes to total, [m, k] both.
+template <typename In, typename T, int ROWS, int STAGES>
+__global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
+    summing_skinny_gemm(const T* x, int stride, const float* residual, float* total,
+                        const float* norm, float eps, const __grid_constant__ TensorMap weight,
+                        const float* row_scales, const T* bias, T* out, int m, int n, int k) {
+    const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
+    mainloop<In, T, T, ROWS, STAGES, false, false, true, true>(input, weight, row_scales, bias,
+                                                               nullptr, out, m, n, k);
+}
+
 #if __CUDA_ARCH__ >= 900
 #define CLUSTERS_OF_TWO __cluster_dims__(2, 1, 1)
 #else
@@ -361,4 +372,15 @@ __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
     mainloop<In, T, T, ROWS, STAGES, GATED, true, true>(input, weight, row_scales, bias, residual,
                                                         out, m, n, k);
+}
+
+template <typename In, typename T, int ROWS, int STAGES>
+__global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
+    summing_skinny_gemm_pairs(const T* x, int stride, const float* residual, float* total,
+                              const float* norm, float eps,
+                              const __grid_constant__ TensorMap weight, const float* row_scales,
+                              const T* bias, T* out, int m, int n, int k) {
+    const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
+    mainloop<In, T, T, ROWS, STAGES, false, true, true, true>(input, weight, row_scales, bias,
+                                                              nullptr, out, m, n, k);
 }

@@ -14,6 +14,10 @@ struct Input {
     int stride;
     const float* norm;  // the norm's weight, if x is their norm, otherwise null
     float eps;          // of the norm
+    // Rows that are added before the norm, k values apart, and where the first block writes the sums,
+    // in other memory; only if they are summed.
+    const float* residual;
+    float* total;
 };
 
 constexpr int MAX_QUANTIZED = 8;  // a swizzled atom of rows
@@ -33,16 +37,28 @@ __device__ inline void sync_quantizers() {
 // Quantise columns of x's rows -> `to`, an atom for each stage; the norm and the scale of a row take
 // all of its columns. Called by the consumers and the helpers, numbered by `thread`; `partial` has a
 // value for each of their warps and row. AT_ONCE vectors of each thread are read at once. Returns
-// the scale of the row `token`, if there is one.
-template <int AT_ONCE, typename T, typename Value>
+// the scale of the row `token`, if there is one. OF_SUMS: x is the norm of a sum.
+template <int AT_ONCE, bool OF_SUMS, typename T, typename Value>
 __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, int m, int k,
                                 int first_step, int last_step, int thread, int token) {
     constexpr int N = VECTOR<T>, ALL = WARPS + HELPERS, THREADS = ALL * 32;
     constexpr int DEPTH = STAGE_DEPTH<Value>;
     const int lane = thread % 32, warp = thread / 32;
-    const auto load = [&](const uint4& raw, int column, float(&a)[N], float& squares) {
+    bool writes = OF_SUMS && blockIdx.x == 0;
+    const auto load = [&](const uint4& raw, int t, int column, float(&a)[N], float& squares) {
         unpack<T>(raw, a);
-        if (!x.norm) return;
+        if constexpr (OF_SUMS) {
+            const int place = t * k + column;
+            float more[N];
+            load_floats(x.residual + place, more);
+#pragma unroll
+            for (int j = 0; j < N; j++) a[j] += more[j];
+#pragma unroll
+            for (int j = 0; writes && j < N; j += 4)
+                store_vector(x.total + place + j,
+                             pack<float>(*reinterpret_cast<float(*)[4]>(a + j)));
+        }
+        if (!OF_SUMS && !x.norm) return;
         float w[N];
         load_floats(x.norm + column, w);
 #pragma unroll
@@ -64,8 +80,10 @@ __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, i
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
+                const int column = from + i * THREADS * N;
+                if (OF_SUMS && column >= k) continue;
                 float a[N];
-                load(raw[i], min(from + i * THREADS * N, k - N), a, squares);
+                load(raw[i], t, min(column, k - N), a, squares);
 #pragma unroll
                 for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
             }
@@ -76,6 +94,7 @@ __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, i
             partial[t * ALL + warp] = make_float2(squares, __uint_as_float(largest));
     }
     sync_quantizers();
+    writes = false;
 
     float found = 0.0f;
     for (int t = 0; t < m; t++) {
@@ -99,7 +118,7 @@ __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, i
                 float a[2 * N], unused = 0.0f;
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    load(load_vector(row + column + half * N), column + half * N,
+                    load(load_vector(row + column + half * N), t, column + half * N,
                          *reinterpret_cast<float(*)[N]>(a + half * N), unused);
 #pragma unroll
                 for (int j = 0; j < 2 * N; j++) a[j] *= scale.inverse;

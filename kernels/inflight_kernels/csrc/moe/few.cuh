@@ -22,7 +22,7 @@ constexpr int MAX_PAIRS = 64;                     // of a token and one of its e
 // The experts of all tokens.
 struct Choice {
     int count;                             // of distinct experts
-    int experts[MAX_PAIRS];                // these, in ascending order
+    int experts[MAX_PAIRS];                // these, in ascending order if there are several tokens
     signed char ranks[MAX_PAIRS][TOKENS];  // of an expert among those of a token; -1 if it has not
     float weights[TOKENS][MAX_TOP_K];      // of a token's experts, then of the shared one
 };
@@ -41,25 +41,39 @@ __device__ void choose_all(const Logit& logit, const RouterParams& router, int n
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32, top_k = router.all_top_k();
     const int padded = (router.all_experts() + 31) / 32 * 32;
+    const bool is_single = num_tokens == 1;  // its experts are in the order of their ranks
+    if (!is_single) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < padded; i += THREADS) scratch.masks[i] = 0;
+        for (int i = threadIdx.x; i < padded; i += THREADS) scratch.masks[i] = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < MAX_PAIRS * TOKENS / 4; i += THREADS)
-        reinterpret_cast<int*>(to.ranks)[i] = -1;
-    __syncthreads();
+        for (int i = threadIdx.x; i < MAX_PAIRS * TOKENS / 4; i += THREADS)
+            reinterpret_cast<int*>(to.ranks)[i] = -1;
+        __syncthreads();
+    }
     if (warp < num_tokens) {
         const auto own = [&](int column) { return logit(warp, column); };
         float weight, shared;
         const int expert =
             choose_all_of<PER_LANE>(own, router, ranks + warp * padded, weight, shared);
         if (lane < top_k) {
-            atomicOr(scratch.masks + expert, 1u << warp);
-            scratch.chosen[warp][lane] = expert;
             to.weights[warp][lane] = weight;
+            if (is_single) {
+                to.experts[lane] = expert;
+                int* const ranks_of = reinterpret_cast<int*>(to.ranks[lane]);
+                ranks_of[0] = 0xffffff00 | lane;
+                ranks_of[1] = -1;
+            } else {
+                atomicOr(scratch.masks + expert, 1u << warp);
+                scratch.chosen[warp][lane] = expert;
+            }
         }
-        if (lane == 0) to.weights[warp][top_k] = shared;
+        if (lane == 0) {
+            to.weights[warp][top_k] = shared;
+            if (is_single) to.count = top_k;
+        }
     }
     __syncthreads();
+    if (is_single) return;
     if (warp == 0) {
         int count = 0;
 #pragma unroll 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.operands import (
@@ -19,13 +20,20 @@ from inflight_kernels.ops.linear.operands import (
     STORAGE_TYPES,
     NormedRows,
     Operand,
+    SummedRows,
     check_linear_operands,
     check_quantizing_operands,
     values_of,
 )
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
-from inflight_kernels.runtime.launch import BYTE_TYPES, is_hopper, kernel, num_multiprocessors
+from inflight_kernels.runtime.launch import (
+    BYTE_TYPES,
+    check,
+    is_hopper,
+    kernel,
+    num_multiprocessors,
+)
 from inflight_kernels.runtime.tensor_map import matrix_map
 
 MAX_TOKENS = 64
@@ -251,6 +259,58 @@ def quantizing_linear(
     )
 
 
+def summing_linear(
+    x: SummedRows,
+    weight: ScaledRows,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
+    """`quantizing_linear` of the norm of a sum, which is written on the way.
+
+    Args:
+        x: [m, k]; see `can_quantize`.
+        weight, bias, out, pdl: as in `linear`.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+        RuntimeError: not a Hopper GPU.
+    """
+    normed = NormedRows(x.rows, x.weight, x.eps)
+    m, n, k, storage, _, value_type, *_ = check_quantizing_operands(
+        normed, weight, bias, None, out, gated=False
+    )
+    for name, sums in (("residual", x.residual), ("total", x.total)):
+        check(name, sums, (m, k), torch.float32)
+    if not is_hopper():
+        raise RuntimeError("this kernel requires a Hopper GPU; see `can_quantize`")
+    if not can_quantize(m, n, k):
+        raise ValueError(
+            f"x is [{m}, {k}]; allowed: 1 to {MAX_QUANTIZED_TOKENS} rows; see `can_quantize`"
+        )
+    cut = plan(n, num_multiprocessors())
+    kernel("skinny_gemm", _summing_name(cut.rows, cut.pair, (value_type, storage)))(
+        cut.blocks,
+        _QUANTIZING_THREADS,
+        x.rows,
+        x.rows.stride(0),
+        x.residual,
+        x.total,
+        x.weight,
+        x.eps,
+        matrix_map(weight.values, (cut.rows // 2, STAGE_DEPTH_BYTES), 128),
+        weight.scales,
+        0 if bias is None else bias,
+        out,
+        m,
+        n,
+        k,
+        shared=cut.quantizing_shared_bytes,
+        pdl=pdl,
+    )
+
+
 def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> str:
     stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
     kind = "skinny_gemm_pairs" if pair else "skinny_gemm"
@@ -269,6 +329,11 @@ def _quantizing_name(rows: int, pair: bool, types: tuple[str, str], gated: bool)
     return f"{kind}<{', '.join(types)}, {rows}, {stages}, {flag}>"
 
 
+def _summing_name(rows: int, pair: bool, types: tuple[str, str]) -> str:
+    kind = "summing_skinny_gemm_pairs" if pair else "summing_skinny_gemm"
+    return f"{kind}<{', '.join(types)}, {rows}, {Plan(rows, pair, 0, 0).quantizing_stages}>"
+
+
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     shapes = [(rows, True) for rows in _PAIR_ROWS] + [(rows, False) for rows in _BLOCK_ROWS]
@@ -281,10 +346,13 @@ def instantiations() -> list[Instantiation]:
         for rows, pair in shapes
     ]
     scaled = [
-        tuple(
-            name(rows, pair, (value_type, storage), gated)
-            for name in (_scaled_name, _quantizing_name)
-            for gated in (False, True)
+        (
+            *(
+                name(rows, pair, (value_type, storage), gated)
+                for name in (_scaled_name, _quantizing_name)
+                for gated in (False, True)
+            ),
+            _summing_name(rows, pair, (value_type, storage)),
         )
         for value_type in BYTE_TYPES.values()
         for storage in SCALED_OUT_TYPES.values()
