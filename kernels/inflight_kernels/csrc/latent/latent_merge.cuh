@@ -13,8 +13,9 @@
 
 namespace attention {
 
-// Clock cycles after which a block leaves its part to the last one: 20 us or so.
-constexpr int PATIENCE = 40000;
+// Clock cycles after which a block leaves its part to the last one: 0.2 ms or so, by far more than
+// blocks that started together differ in the time for equal shares.
+constexpr int PATIENCE = 400000;
 
 // Records that this block has left its sums of a split unit; all its threads have written theirs
 // before a barrier.
