@@ -246,20 +246,53 @@ def test_gpt_oss_20b_starts_and_runs_with_two_block_tables_on_an_h200(
     )
     runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
     assert runner.kv_tables.spans == (16, 16)
+    launch_steps(runner, [list(range(512)), list(range(512, 1024))])
+    assert set(launched) <= set(ahead) <= COMPILED
+    stems = {stem for stem, _ in launched}
+    assert {"attention", "experts_hopper", "route", "rows"} <= stems
+    assert ("attention_hopper" in stems) == (not config.batch_invariant)
+    assert ("few_experts_hopper" in stems) == (not config.batch_invariant)
+
+
+def launch_steps(runner: Any, tables: list[list[int]]) -> None:
+    """Steps of decodes and of prompts, of sequences with these block tables."""
     for chunks, length in ((1, 1), (2, 1), (200, 1), (1, 17), (1, 100), (1, 500), (1, 3000)):
         sequences = []
         for index in range(chunks):
             sequence = Sequence(Request(index, [5] * length, SamplingParams()), 100)
-            sequence.tables = [list(range(512)), list(range(512, 1024))]
+            sequence.tables = tables
             sequence.capacity = 8192
             sequences.append(sequence)
         runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences]))
         for sequence in sequences:
             sequence.generation += 1  # it has gone
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "qwen3-30b-a3b"])
+def test_mixtures_start_and_run_on_an_h200(
+    record: Record, model: str, quantization: Any, batch_invariant: bool
+) -> None:
+    launched, ahead = record()
+    config = EngineConfig(
+        model=str(SHAPES / model),
+        device="cuda",
+        random_weights=True,
+        max_model_len=8192,
+        quantization=quantization,
+        batch_invariant=batch_invariant,
+    )
+    runner, spec = runners.build(config, locate(config.model), lambda what, fraction: None)
+    launch_steps(runner, [list(range(512))])
     assert set(launched) <= set(ahead) <= COMPILED
     stems = {stem for stem, _ in launched}
-    assert {"attention", "experts_hopper", "route", "rows"} <= stems
-    assert ("attention_hopper" in stems) == (not config.batch_invariant)
+    assert {"experts_hopper", "route", "rows"} <= stems
+    assert ("latent_attention" in stems) == (spec.layers[0].attention.latent is not None)
+    assert ("few_experts_hopper" in stems) == (not batch_invariant)
+    names = " ".join(name for _, name in launched)
+    assert ("few_scored_gate_up" in names) == (not batch_invariant)
+    assert ("summing_skinny_gemm" in names) == (not batch_invariant and quantization == "fp8")
 
 
 @pytest.mark.parametrize(("kv_dtype", "cached"), [("fp8", "Fp8"), ("int8", "Int8")])
