@@ -208,16 +208,20 @@ def test_logits_are_near_those_of_a_cache_of_floats(
     logits_with: Callable[[KVDtype], torch.Tensor],
 ) -> None:
     """Within the noise of 3 bits of mantissa, and of 127 steps. Larger models are less sensitive:
-    this one has 135M parameters."""
+    this one has 135M parameters.
+
+    Means over all tokens: the order of a CPU's sums decides how some values are rounded, and with
+    them the greedy choices at near ties, whose number is thus no property of the cache.
+    """
     exact = logits_with("float32").log_softmax(-1)
     divergence: dict[str, float] = {}
-    same: dict[str, float] = {}
+    deviation: dict[str, float] = {}
     for kv_dtype in ("fp8", "int8"):
         found = logits_with(kv_dtype).log_softmax(-1)
         divergence[kv_dtype] = float((exact.exp() * (exact - found)).sum(-1).mean())
-        same[kv_dtype] = float((found.argmax(-1) == exact.argmax(-1)).float().mean())
-    assert divergence["fp8"] < 0.01 and same["fp8"] > 0.94
-    assert divergence["int8"] < 0.0015 and same["int8"] > 0.97
+        deviation[kv_dtype] = float(((found - exact).std(-1) / exact.std(-1)).mean())
+    assert divergence["fp8"] < 0.01 and deviation["fp8"] < 0.055
+    assert divergence["int8"] < 0.0015 and deviation["int8"] < 0.024
 
 
 # ---------------------------------------------------------------- settings
