@@ -19,7 +19,10 @@ def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_sizes, "num_multiprocessors", lambda: 132)
 
 
-@pytest.mark.parametrize("sizes", [QWEN3, MIXTRAL, dataclasses.replace(QWEN3, item_bytes=1)])
+GPT_OSS = Sizes(hidden=2880, width=2880, num_experts=32, top_k=4, num_groups=1, item_bytes=2)
+
+
+@pytest.mark.parametrize("sizes", [QWEN3, GPT_OSS, dataclasses.replace(QWEN3, item_bytes=1)])
 def test_a_token_fits_and_blocks_of_both_kernels_share_a_multiprocessor(sizes: Sizes) -> None:
     assert sizes.fits(1)
     assert sizes.scores(1, sizes.num_experts)
@@ -50,6 +53,11 @@ def test_shared_memory_of_what_fits_is_within_the_limit() -> None:
 )
 def test_what_does_not_fit_is_known(changes: dict[str, int], num_tokens: int) -> None:
     assert not dataclasses.replace(QWEN3, **changes).fits(num_tokens)
+
+
+def test_large_experts_are_read_faster_by_the_other_kernels() -> None:
+    assert not MIXTRAL.fits(1)
+    assert dataclasses.replace(MIXTRAL, width=2048).fits(1)
 
 
 def test_only_one_token_of_up_to_128_experts_is_scored_on_the_way() -> None:

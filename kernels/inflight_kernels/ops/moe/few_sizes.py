@@ -35,7 +35,8 @@ _SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 _STAGES_TOGETHER = ((2, 4), (2, 3), (2, 2))
 _STAGES_ALONE = (4, 3, 2)
 
-# Of weights: above it, several tokens are faster with the kernels for many, measured on an H100.
+# Of weights: above it, the kernels for any number of tokens are faster. Measured on an H100, and on
+# an H200 for one token of Mixtral 8x7B (benchmarks/notes.md).
 _MOST_BYTES = 200_000_000
 
 
@@ -63,7 +64,7 @@ class Sizes:
         return (
             1 <= num_tokens <= MAX_TOKENS
             and num_tokens * self.top_k <= _MAX_PAIRS
-            and (num_tokens == 1 or self._weight_bytes(num_tokens) <= _MOST_BYTES)
+            and self._weight_bytes(num_tokens) <= _MOST_BYTES
             and self.hidden * self.item_bytes % VECTOR_BYTES == 0
             and self.width * self.item_bytes % VECTOR_BYTES == 0
             and self.hidden % 8 == 0
