@@ -144,7 +144,8 @@ class Layer:
 
     def few(self) -> None:
         self.few_up()
-        few.down(self.inner, self.choice, self.router, self.down, None, total=self.total, pdl=True)
+        layer = few.Down(self.down, None)
+        few.down(self.inner, self.choice, self.router, layer, total=self.total, pdl=True)
 
     def scored_up(self) -> None:
         few.scored_gate_up(
@@ -160,7 +161,8 @@ class Layer:
 
     def scored(self) -> None:
         self.scored_up()
-        few.down(self.inner, self.choice, self.router, self.down, None, total=self.total, pdl=True)
+        layer = few.Down(self.down, None)
+        few.down(self.inner, self.choice, self.router, layer, total=self.total, pdl=True)
 
     def distinct(self) -> int:
         """Experts that are chosen."""

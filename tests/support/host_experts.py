@@ -198,8 +198,7 @@ def down(
     inner: Tensor,
     choice: Tensor,
     router: Router,
-    weight: Operand,
-    bias: Tensor | None,
+    layer: few.Down,
     shared: Tensor | None = None,
     *,
     total: Tensor,
@@ -210,13 +209,13 @@ def down(
     num_pairs = num_tokens * top_k
     chosen = choice[:num_pairs].tolist()
     weights = choice[num_pairs:][: num_pairs + num_tokens].view(torch.float32).view(-1, top_k + 1)
-    rows_of, matrices = inner[:num_pairs], _exact(weight)
-    if isinstance(weight, ScaledRows):
-        values = quantization.quantize_rows(rows_of, weight.values.dtype)
+    rows_of, matrices = inner[:num_pairs], _exact(layer.weight)
+    if isinstance(layer.weight, ScaledRows):
+        values = quantization.quantize_rows(rows_of, layer.weight.values.dtype)
         rows_of = quantization.dequantize_rows(*values)
     found = total.float() if adds else torch.zeros(total.shape)
     for pair, expert in enumerate(chosen):
-        added = None if bias is None else bias[expert].to(matrices.dtype)
+        added = None if layer.bias is None else layer.bias[expert].to(matrices.dtype)
         output = transformer.linear(rows_of[pair][None], matrices[expert], added)[0]
         found[pair // top_k] += weights[pair // top_k, pair % top_k] * output
     if shared is not None:

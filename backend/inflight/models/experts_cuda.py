@@ -180,6 +180,7 @@ class CudaMoe:
         self._gate_up = few.GateUp(
             weights.experts.gate_up, weights.experts.gate_up_bias, self._gate
         )
+        self._down = few.Down(weights.experts.down, weights.experts.down_bias)
         self._shared = weights.shared
         self._memory = memory
         self._batch_invariant = batch_invariant
@@ -257,13 +258,12 @@ class CudaMoe:
 
     def _few_down(self, x: Tensor, total: Tensor, adds: bool) -> None:
         """The rest after gate and up; x is that of the shared expert."""
-        memory, experts = self._memory, self._experts
+        memory = self._memory
         few.down(
             memory.inner,
             memory.choice,
             self._router,
-            experts.down,
-            experts.down_bias,
+            self._down,
             self._run_shared(x, len(total)),
             total=total,
             adds=adds,

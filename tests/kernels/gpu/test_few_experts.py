@@ -110,8 +110,7 @@ def _run(
         inner.tensor,
         choice,
         router,
-        last.operand,
-        biases[1],
+        few.Down(last.operand, biases[1]),
         shared,
         total=total.tensor,
         adds=before is not None,
@@ -285,7 +284,7 @@ def test_scores_and_experts_in_one_kernel_are_those_of_two(
     bias = torch.randn(experts, device="cuda") * 0.1
     router = Router(Routing(top_k, renormalize=True), experts, bias=bias)
     layer = few.GateUp(Weights(experts, 2 * width, hidden, dtype, gated=True).operand, None, SILU)
-    last = Weights(experts, hidden, width, dtype, gated=False).operand
+    last = few.Down(Weights(experts, hidden, width, dtype, gated=False).operand, None)
     residual = torch.randn(tokens, hidden, device="cuda")
     results = []
     for scored in (False, True):
@@ -317,7 +316,7 @@ def test_scores_and_experts_in_one_kernel_are_those_of_two(
             few.score(given, weight, logits=logits, out=normed.tensor, quantized=rows)
             operand = normed.tensor if rows is None else rows
             few.gate_up(operand, logits, router, layer, choice=choice, out=inner.tensor)
-        few.down(inner.tensor, choice, router, last, None, total=out.tensor, pdl=True)
+        few.down(inner.tensor, choice, router, last, total=out.tensor, pdl=True)
         results.append((total.check(), normed.check(), inner.check(), out.check()))
     for found, expected in zip(*results, strict=True):
         # Sums in another order may be rounded the other way.

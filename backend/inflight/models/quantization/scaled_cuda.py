@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import Input, SummedRows
+from inflight_kernels.ops.linear.operands import Input, NormedRows, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import MAX_WIDTH, ScaledRows, quantize_rows
 from inflight_kernels.runtime.launch import is_hopper
 
@@ -69,7 +69,10 @@ class CudaScaledLinear:
         return self.norms(num_tokens)
 
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
-        self._multiply(x, None, out[:num_tokens], gated=False)
+        if isinstance(x, SummedRows):
+            skinny_gemm.summing_linear(x, self.weight, self._bias, out=out[:num_tokens], pdl=True)
+        else:
+            self._multiply(x, None, out[:num_tokens], gated=False)
 
     def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
         target = total[:num_tokens]
@@ -80,13 +83,10 @@ class CudaScaledLinear:
 
     def _multiply(self, x: Input, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
         num_tokens = len(out)
-        if isinstance(x, SummedRows):
-            assert residual is None and not gated, "sums are for products alone"
-            skinny_gemm.summing_linear(x, self.weight, self._bias, out=out, pdl=True)
-            return
         if isinstance(x, Tensor):
             x = x[:num_tokens]
         if not isinstance(x, ScaledRows) and self.norms(num_tokens):
+            assert isinstance(x, Tensor | NormedRows), "sums are for products alone"
             skinny_gemm.quantizing_linear(
                 x, self.weight, self._bias, residual, out=out, gated=gated, pdl=True
             )

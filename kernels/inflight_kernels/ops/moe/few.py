@@ -81,6 +81,19 @@ class GateUp:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Down:
+    """The last linear layer of experts.
+
+    Attributes:
+        weight: [E, d, w].
+        bias: [E, d], or None.
+    """
+
+    weight: Operand
+    bias: Tensor | None
+
+
 def score(
     x: NormedRows | SummedRows,
     router: Tensor,
@@ -248,8 +261,7 @@ def down(
     inner: Tensor,
     choice: Tensor,
     router: Router,
-    weight: Operand,
-    bias: Tensor | None,
+    layer: Down,
     shared: Tensor | None = None,
     *,
     total: Tensor,
@@ -262,8 +274,7 @@ def down(
         inner: [T * k or more, w] from `gate_up`; quantised on the way if the weight is.
         choice: from the same. Kernels in between, if any, are launched with `pdl`, too.
         router: of the same.
-        weight: [E, d, w].
-        bias: [E, d], or None.
+        layer: down.
         shared: [T, d], of the shared expert, if there is one.
         total: [T, d] bfloat16.
         adds: whether the sum is added to `total`.
@@ -273,6 +284,7 @@ def down(
         ValueError: wrong shape or type of an operand, or sizes that do not fit.
     """
     (num_tokens, hidden), width = total.shape, inner.shape[1]
+    weight, bias = layer.weight, layer.bias
     sizes = _check_sizes(num_tokens, hidden, width, weight, router)
     _check_experts(weight, bias, (router.all_experts, hidden, width))
     check("choice", choice, (CHOICE_BYTES // 4,), torch.int32)
