@@ -9,8 +9,8 @@
 #include "latent/latent_tile.cuh"
 
 // Attention of the chunks selected by `plan`, with the same unit_rows = ROWS, unit_keys = KEYS,
-// group = num_heads, num_kv_heads = 1, no window, and number of shares = blocks, all of which fit on
-// the device at once.
+// group = num_heads, num_kv_heads = 1, no window, and number of shares = blocks, all of which fit
+// on the device at once.
 //
 //   q [T, H, KEY_DIM], tokens q_stride elements apart; out [T, H, HEAD_DIM]
 //   cache [num_blocks, block_size, KEY_DIM], blocks block_stride elements apart
@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     bool is_first = true;
     while (true) {
         const Unit unit = work.unit;
-        const int lowest = unit.item.kv_len - unit.item.query_len + args.token_of(unit.item.first_row);
+        const int lowest =
+            unit.item.kv_len - unit.item.query_len + args.token_of(unit.item.first_row);
         state.clear();
 #pragma unroll
         for (int f = 0; f < S::ROWS / 16; ++f)

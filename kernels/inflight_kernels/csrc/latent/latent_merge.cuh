@@ -2,11 +2,12 @@
 // defined in attention_units.cuh.
 //
 // Partial sums are as large as the keys of a tile, and one sequence may be split over all
-// multiprocessors: the last block to arrive would take longer to merge them than all blocks take for
-// their tiles. So each block merges a part of the unit, after its whole share.
+// multiprocessors: the last block to arrive would take longer to merge them than all blocks take
+// for their tiles. So each block merges a part of the unit, after its whole share.
 //
 // To do so it waits for the others, but not for ever: they may not be running yet if something else
-// has taken multiprocessors. Then it leaves its part to the last block to arrive, which never waits.
+// has taken multiprocessors. Then it leaves its part to the last block to arrive, which never
+// waits.
 #pragma once
 
 #include "latent/latent_tile.cuh"
@@ -152,8 +153,8 @@ __device__ __forceinline__ void merge_split(const Arguments<typename S::Element>
         }
     }
     if (!__syncthreads_or(complete)) return;
-    // The own part, and all that were left. Their blocks may have merged them all the same, with the
-    // same results.
+    // The own part, and all that were left. Their blocks may have merged them all the same, with
+    // the same results.
     const int parts = __syncthreads_or(left) ? count : 1;
 #pragma unroll 1
     for (int i = 0; i < parts; ++i) {

@@ -1,11 +1,11 @@
 // Products of latent attention (MLA, arXiv:2405.04434) that have a matrix for each head: queries
-// before attention are multiplied by the up-projection of keys, and sums of latents after it by that
-// of values, so that attention itself never expands the cache.
+// before attention are multiplied by the up-projection of keys, and sums of latents after it by
+// that of values, so that attention itself never expands the cache.
 //
-// A block has a slab of a head's matrix, which it reads once, before the preceding kernel has ended,
-// and keeps in registers for all tokens. x goes from memory to registers in vectors of 16 bytes: of
-// each 32 columns a lane has 8 consecutive ones, and so has it of the matrix. A product does not
-// depend on the order of columns, as long as both operands have the same.
+// A block has a slab of a head's matrix, which it reads once, before the preceding kernel has
+// ended, and keeps in registers for all tokens. x goes from memory to registers in vectors of 16
+// bytes: of each 32 columns a lane has 8 consecutive ones, and so has it of the matrix. A product
+// does not depend on the order of columns, as long as both operands have the same.
 //
 // The order of sums is fixed: a token's result does not depend on the others.
 #include "attention/attention_ptx.cuh"
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(32 * latent::WARPS)
            float eps, bool history_ready, const T* k_up, int num_tokens, int num_rows) {
     using namespace latent;
     constexpr int SLAB = 8 * WARPS, SLABS = RANK / SLAB, PITCH = SLAB + 8;
-    constexpr int GROUPS = NOPE / 32;  // of columns of x
+    constexpr int GROUPS = NOPE / 32;                      // of columns of x
     constexpr int FRAGMENTS = 2, TOKENS = 16 * FRAGMENTS;  // that a block multiplies at a time
     static_assert(GROUPS * 32 == NOPE, "vectors cover 32 columns");
     __shared__ __align__(16) T matrix[NOPE * PITCH];
@@ -69,9 +69,9 @@ __global__ void __launch_bounds__(32 * latent::WARPS)
     if (blockIdx.x >= product_blocks) {
         if (!history_ready) pdl_wait();
         pdl_launch_dependents();
-        const Rows<T> rows = {q,         kv_a,      q_stride, kv_a_stride,  NOPE,
-                              queries,   num_heads, cache,    block_stride, block_size,
-                              slots,     positions, cos,      sin,          weight, eps};
+        const Rows<T> rows = {q,         kv_a,  q_stride,     kv_a_stride, NOPE,  queries,
+                              num_heads, cache, block_stride, block_size,  slots, positions,
+                              cos,       sin,   weight,       eps};
         write_row(rows, blockIdx.x - product_blocks, history_ready);
         return;
     }
@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(32 * latent::WARPS)
         for (int n = 0; n < SLAB / 8; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                *reinterpret_cast<float2*>(
-                    partial + (warp * 16 + half * 8 + lane / 4) * PITCH + n * 8 + lane % 4 * 2) =
+                *reinterpret_cast<float2*>(partial + (warp * 16 + half * 8 + lane / 4) * PITCH +
+                                           n * 8 + lane % 4 * 2) =
                     make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
         __syncthreads();
 #pragma unroll 1
@@ -213,8 +213,8 @@ __global__ void __launch_bounds__(32 * latent::WARPS)
                 sum.y += part.y;
             }
             *reinterpret_cast<unsigned*>(
-                out + (static_cast<long long>(token + row) * num_heads + head) * width +
-                first_row + column) = ptx::pack<T>(sum.x, sum.y);
+                out + (static_cast<long long>(token + row) * num_heads + head) * width + first_row +
+                column) = ptx::pack<T>(sum.x, sum.y);
         }
     }
 }

@@ -6,8 +6,8 @@
 
 namespace latent {
 
-constexpr int RANK = 512;           // of the latent part of a key
-constexpr int ROTATED = 64;         // columns of a key, and of each head of q, with positions
+constexpr int RANK = 512;    // of the latent part of a key
+constexpr int ROTATED = 64;  // columns of a key, and of each head of q, with positions
 constexpr int KEY = RANK + ROTATED;
 
 // Operands of a step; strides in elements, from token to token.
@@ -16,8 +16,8 @@ struct Rows {
     const T* q;     // [T, H, nope + ROTATED]
     const T* kv_a;  // [T, KEY]: a latent, then what is rotated
     long long q_stride, kv_a_stride;
-    int nope;         // columns of a head of q without positions
-    T* queries;       // [T, H, KEY]; only the last ROTATED columns of a head are written here
+    int nope;    // columns of a head of q without positions
+    T* queries;  // [T, H, KEY]; only the last ROTATED columns of a head are written here
     int num_heads;
     T* cache;  // [num_blocks, block_size, KEY]
     long long block_stride;
@@ -31,8 +31,8 @@ struct Rows {
 };
 
 // Processes a token with all threads of a block, at least 64. The first warp norms the latent; in
-// the others, four lanes rotate a head of q, or the key, and each has a vector of the first half and
-// the corresponding one of the second. `history_ready`: slots and positions are (common.cuh);
+// the others, four lanes rotate a head of q, or the key, and each has a vector of the first half
+// and the corresponding one of the second. `history_ready`: slots and positions are (common.cuh);
 // otherwise the caller has waited for the preceding kernel.
 template <typename T>
 __device__ __forceinline__ void write_row(const Rows<T>& rows, int token, bool history_ready) {
@@ -48,10 +48,10 @@ __device__ __forceinline__ void write_row(const Rows<T>& rows, int token, bool h
         for (int i = 0; i < VECTORS; i++) load_floats(rows.weight + (i * 32 + lane) * N, w[i]);
     }
     const long long slot = load_l2(rows.slots + token);
-    T* const key = slot < 0 ? nullptr
-                            : rows.cache +
-                                  static_cast<int>(slot) / rows.block_size * rows.block_stride +
-                                  static_cast<int>(slot) % rows.block_size * KEY;
+    T* const key = slot < 0
+                       ? nullptr
+                       : rows.cache + static_cast<int>(slot) / rows.block_size * rows.block_stride +
+                             static_cast<int>(slot) % rows.block_size * KEY;
     const T* const kv_a = rows.kv_a + token * rows.kv_a_stride;
     if (norms) {
         if (history_ready) pdl_wait();
@@ -85,13 +85,13 @@ __device__ __forceinline__ void write_row(const Rows<T>& rows, int token, bool h
     for (int head = (threadIdx.x - 32) / LANES; head <= rows.num_heads; head += heads_at_once) {
         const bool is_key = head == rows.num_heads;
         if (is_key && key == nullptr) continue;
-        const T* const from = is_key ? kv_a + RANK
-                                     : rows.q + token * rows.q_stride +
-                                           head * (rows.nope + ROTATED) + rows.nope;
-        T* const to =
-            is_key ? key + RANK
-                   : rows.queries + (static_cast<long long>(token) * rows.num_heads + head) * KEY +
-                         RANK;
+        const T* const from =
+            is_key ? kv_a + RANK
+                   : rows.q + token * rows.q_stride + head * (rows.nope + ROTATED) + rows.nope;
+        T* const to = is_key ? key + RANK
+                             : rows.queries +
+                                   (static_cast<long long>(token) * rows.num_heads + head) * KEY +
+                                   RANK;
         float a[N], b[N];
         unpack<T>(load_vector(from + column), a);
         unpack<T>(load_vector(from + column + HALF), b);

@@ -11,8 +11,8 @@ __global__ void __launch_bounds__(512)
                  const float* sin, const float* weight, float eps, bool history_ready) {
     if (!history_ready) pdl_wait();
     pdl_launch_dependents();
-    const latent::Rows<T> rows = {q,         kv_a,  q_stride,     kv_a_stride, nope,
-                                  queries,   num_heads, cache,    block_stride, block_size,
-                                  slots,     positions, cos,      sin,         weight, eps};
+    const latent::Rows<T> rows = {q,         kv_a,  q_stride,     kv_a_stride, nope,  queries,
+                                  num_heads, cache, block_stride, block_size,  slots, positions,
+                                  cos,       sin,   weight,       eps};
     latent::write_row(rows, blockIdx.x, history_ready);
 }

@@ -42,7 +42,7 @@ struct LatentShape {
     // Queries are kept in registers if they fit, and are then loaded there directly.
     static constexpr bool QUERIES_IN_REGISTERS = SCORE_ROWS == 16;
 
-    static constexpr int LANES = THREADS / ROWS;  // threads of a row's softmax
+    static constexpr int LANES = THREADS / ROWS;      // threads of a row's softmax
     static constexpr int COLUMNS = HEAD_DIM / WARPS;  // of sums, of a warp
 
     // 8 elements of padding put the 8 rows of an ldmatrix into different banks.
@@ -74,7 +74,7 @@ struct LatentShape {
 // A unit that other blocks process too.
 struct Split {
     Unit unit;
-    int launch;  // how often this plan's blocks have arrived before
+    int launch;    // how often this plan's blocks have arrived before
     bool is_last;  // whether this block was the last one to arrive
 };
 
@@ -129,8 +129,8 @@ struct CopyLatents {
         const int in_block = (first_key & ((1 << args.block_shift) - 1)) + row;
         const T* const from =
             args.k_cache + page * args.block_stride + in_block * S::KEY_DIM + chunk * 8;
-        const unsigned to = ptx::shared_address(
-            tiles + stage * S::TILE + (S::first_key() + row) * S::PITCH + chunk * 8);
+        const unsigned to = ptx::shared_address(tiles + stage * S::TILE +
+                                                (S::first_key() + row) * S::PITCH + chunk * 8);
         const int key = first_key + row;
         const bool copied = key >= begin && key < end, valid = key < kv_end;
 #pragma unroll
@@ -200,9 +200,8 @@ __device__ __forceinline__ void multiply_keys(const LatentMemory<S>& memory,
     const unsigned base =
         ptx::shared_address(keys + (first_key + lane / 16 * 8 + lane % 8) * S::PITCH +
                             depth * S::DEPTH + lane / 8 % 2 * 8);
-    const unsigned query_base =
-        ptx::shared_address(memory.queries + (first_row + lane % 16) * S::PITCH +
-                            depth * S::DEPTH + lane / 16 * 8);
+    const unsigned query_base = ptx::shared_address(
+        memory.queries + (first_row + lane % 16) * S::PITCH + depth * S::DEPTH + lane / 16 * 8);
     float sums[FRAGMENTS][S::SCORE_KEYS / 8][4] = {};
 #pragma unroll
     for (int step = 0; step < S::DEPTH / 16; ++step) {
@@ -260,9 +259,9 @@ __device__ __forceinline__ void weigh_keys(const LatentMemory<S>& memory, Latent
                                            const Arguments<typename S::Element>& args,
                                            const Unit& unit, int first_key, bool masks) {
     using T = typename S::Element;
-    constexpr int COUNT = S::KEYS / S::LANES;       // keys of a thread,
-    constexpr int N = COUNT < 4 ? COUNT : 4;        // in vectors of so many,
-    constexpr int STEP = S::LANES * N;              // so far apart
+    constexpr int COUNT = S::KEYS / S::LANES;  // keys of a thread,
+    constexpr int N = COUNT < 4 ? COUNT : 4;   // in vectors of so many,
+    constexpr int STEP = S::LANES * N;         // so far apart
     const int row = threadIdx.x / S::LANES, lane = threadIdx.x % S::LANES;
     float scores[COUNT] = {};
 #pragma unroll
@@ -338,11 +337,11 @@ __device__ __forceinline__ void add_values(LatentSums<S>& sums, const LatentMemo
                 sums[f][n][2 * half + 1] *= rescale;
             }
         }
-    const unsigned weights = ptx::shared_address(memory.weights + lane % 16 * S::WEIGHT_PITCH +
-                                                 lane / 16 * 8);
+    const unsigned weights =
+        ptx::shared_address(memory.weights + lane % 16 * S::WEIGHT_PITCH + lane / 16 * 8);
     // Matrices in the order keys 0-7 | columns 0-7, 8-15 | 0-7, 0-7 | 8-15, 8-15 | 8-15.
-    const unsigned base = ptx::shared_address(values + lane % 16 * S::PITCH + warp * S::COLUMNS +
-                                              lane / 16 * 8);
+    const unsigned base =
+        ptx::shared_address(values + lane % 16 * S::PITCH + warp * S::COLUMNS + lane / 16 * 8);
 #pragma unroll
     for (int k = 0; k < S::KEYS / 16; ++k) {
         unsigned a[FRAGMENTS][4];
@@ -398,8 +397,7 @@ __device__ __forceinline__ void leave_sums(const Arguments<typename S::Element>&
         for_sums<S>(sums, unit.num_rows, [&](int row, int column, float2 pair) {
             const float inverse = memory.inverses[row];
             *reinterpret_cast<unsigned*>(out_row<S>(args, unit, query_of<S>(args, unit, row)) +
-                                         column) =
-                ptx::pack<T>(pair.x * inverse, pair.y * inverse);
+                                         column) = ptx::pack<T>(pair.x * inverse, pair.y * inverse);
         });
         return;
     }

@@ -3,9 +3,10 @@
 
 #include "common.cuh"
 
-// How experts are chosen. Logits are the sums of `parts` products with `rows` columns each, the last
-// one of which is the gate of the shared expert, if that has one; `stride` from a token to the next. A
-// shared expert may be kept as `num_shared` experts behind the others, which all tokens have.
+// How experts are chosen. Logits are the sums of `parts` products with `rows` columns each, the
+// last one of which is the gate of the shared expert, if that has one; `stride` from a token to the
+// next. A shared expert may be kept as `num_shared` experts behind the others, which all tokens
+// have.
 struct RouterParams {
     const float* bias;         // [num_experts], or null
     const float* select_bias;  // [num_experts], or null
@@ -66,8 +67,8 @@ __device__ inline unsigned chosen_groups(const float* ranks, int num_experts, in
     return chosen;
 }
 
-// A token's experts, by one warp: lane r has the r-th expert and its weight. `logit` returns that of a
-// column.
+// A token's experts, by one warp: lane r has the r-th expert and its weight. `logit` returns that
+// of a column.
 template <int PER_LANE, class Logit>
 __device__ int choose(const Logit& logit, const RouterParams& router, float* ranks, float& weight) {
     const int lane = threadIdx.x % 32, num_experts = router.num_experts;
@@ -124,8 +125,8 @@ __device__ int choose(const Logit& logit, const RouterParams& router, float* ran
         for (int i = 0; i < PER_LANE; i++)
             if (lane + 32 * i < num_experts) ranks[lane + 32 * i] = rank[i];
         __syncwarp();
-        const unsigned chosen = chosen_groups(ranks, num_experts, router.num_groups,
-                                              router.top_groups, router.flags);
+        const unsigned chosen =
+            chosen_groups(ranks, num_experts, router.num_groups, router.top_groups, router.flags);
         const int size = num_experts / router.num_groups;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++)
@@ -176,8 +177,8 @@ __device__ float shared_weight(const Logit& logit, const RouterParams& router) {
     return sigmoid(gate);
 }
 
-// `choose`, and after a token's own experts the shared ones: lane r has the r-th of all_top_k() experts
-// and its weight; `shared` becomes that of the shared expert.
+// `choose`, and after a token's own experts the shared ones: lane r has the r-th of all_top_k()
+// experts and its weight; `shared` becomes that of the shared expert.
 template <int PER_LANE, class Logit>
 __device__ int choose_all_of(const Logit& logit, const RouterParams& router, float* ranks,
                              float& weight, float& shared) {

@@ -2,9 +2,9 @@
 // sm_90a only.
 //
 // Each block finds the experts by itself, which takes less time than a kernel before it, and the
-// router's logits together with the other blocks of its cluster. There is no order of rows by expert: a product has all tokens as the 8 columns of mma.sync, and the weight's
-// rows as its 16 rows. Each warp reads rows of its own, some stages ahead, and waits for no other
-// warp.
+// router's logits together with the other blocks of its cluster. There is no order of rows by
+// expert: a product has all tokens as the 8 columns of mma.sync, and the weight's rows as its 16
+// rows. Each warp reads rows of its own, some stages ahead, and waits for no other warp.
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -32,8 +32,9 @@ struct Scratch {
     unsigned masks[MAX_EXPERTS];  // tokens of an expert; then its place in `experts`
 };
 
-// Called by all threads of a block, with all of it in shared memory. `ranks` has a float for each expert,
-// their number rounded up to 32, for each warp, `logit` returns that of a token and a column.
+// Called by all threads of a block, with all of it in shared memory. `ranks` has a float for each
+// expert, their number rounded up to 32, for each warp, `logit` returns that of a token and a
+// column.
 template <int PER_LANE, class Logit>
 __device__ void choose_all(const Logit& logit, const RouterParams& router, int num_tokens,
                            Choice& to, Scratch& scratch, float* ranks) {
@@ -152,9 +153,9 @@ __device__ inline uint4 load_shared(unsigned address) {
     return value;
 }
 
-// c [16, 8] += a [16, 32 bytes] @ b [32 bytes, 8]. Lane l has of a the words of rows l / 4 and l / 4
-// + 8, then the next ones, of b those of column l / 4: four columns of lanes, l % 4, have 8 bytes of a
-// row each. Which 8 is free, if a and b agree.
+// c [16, 8] += a [16, 32 bytes] @ b [32 bytes, 8]. Lane l has of a the words of rows l / 4
+// and l / 4 + 8, then the next ones, of b those of column l / 4: four columns of lanes, l % 4, have
+// 8 bytes of a row each. Which 8 is free, if a and b agree.
 template <typename In>
 __device__ void mma(Sum<In> (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 template <>
@@ -179,9 +180,11 @@ __device__ inline void mma<Int8>(int (&c)[4], const unsigned (&a)[4], unsigned b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Bytes from a row of x to the next in shared memory: whole stages, of zeros past the row's end, and
-// an offset so that lanes read different banks.
-__host__ __device__ constexpr int x_pitch(int row_bytes) { return (row_bytes + 511) / 512 * 512 + 64; }
+// Bytes from a row of x to the next in shared memory: whole stages, of zeros past the row's end,
+// and an offset so that lanes read different banks.
+__host__ __device__ constexpr int x_pitch(int row_bytes) {
+    return (row_bytes + 511) / 512 * 512 + 64;
+}
 
 // A warp's jobs, each a product with ROWS adjacent rows of a weight: first, first + next and so on
 // below last. BaseOf: from a job to the address of its rows.
@@ -217,7 +220,8 @@ struct Stream {
 
     // A stage; after the last one an empty group of copies.
     __device__ void copy() {
-        constexpr int CHUNKS = WIDTH / 16, ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
+        constexpr int CHUNKS = WIDTH / 16,
+                      ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
         if (job < last) {
             const int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
             const int column = step * WIDTH + chunk * 16;

@@ -1,13 +1,14 @@
-// The experts of few tokens, as two kernels: gate and up, then down and the sum of a token's experts.
-// See few.cuh. Blocks of both fit on a multiprocessor at once, so that the second kernel reads its
-// weights while the first one still runs.
+// The experts of few tokens, as two kernels: gate and up, then down and the sum of a token's
+// experts. See few.cuh. Blocks of both fit on a multiprocessor at once, so that the second kernel
+// reads its weights while the first one still runs.
 #include "linear/gemm_hopper.cuh"
 #include "moe/few.cuh"
 #include "moe/gates.cuh"
 
 namespace few {
 
-// Dynamic shared memory: the warps' rings, rows of x, what tokens choose, and what is used meanwhile.
+// Dynamic shared memory: the warps' rings, rows of x, what tokens choose, and what is used
+// meanwhile.
 struct Memory {
     char* all_rings;
     unsigned ring;  // of this warp
@@ -81,30 +82,31 @@ struct GateUp {
 
 }  // namespace few
 
-// inner[t * k + r] = gate(x[t] @ gate_up[the r-th expert of t]^T + bias), for up to TOKENS tokens; k is
-// all_top_k() of the router.
+// inner[t * k + r] = gate(x[t] @ gate_up[the r-th expert of t]^T + bias), for up to TOKENS tokens;
+// k is all_top_k() of the router.
 //
 //   x [T, hidden], x_scales [T] of 8-bit values, otherwise null
 //   logits [T, stride] and what follows: see RouterParams
 //   choice   for few_down
-//   weight and what follows: see GateUp; gate SILU or CLAMPED, width a multiple of 8, and rows of x and
-//          the weight of 16 bytes
+//   weight and what follows: see GateUp; gate SILU or CLAMPED, width a multiple of 8, and rows of x
+//          and the weight of 16 bytes
 //
 // Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * x_pitch(of hidden),
-// sizeof(Choice), sizeof(Scratch), and num_experts floats, rounded up to 32, for each warp if there are
-// groups.
+// sizeof(Choice), sizeof(Scratch), and num_experts floats, rounded up to 32, for each warp if there
+// are groups.
 template <typename In, typename T, int PER_LANE>
 __global__ void __launch_bounds__(few::THREADS, 2)
     few_gate_up(const In* x, const float* x_scales, const float* logits, int stride, int parts,
                 int rows, const float* router_bias, const float* select_bias, int shared_gate,
-                int num_shared, int num_experts, int top_k, int flags, int num_groups, int top_groups, float scale,
-                few::Choice* choice, const In* weight, const float* weight_scales, const T* bias,
-                T* inner, int num_tokens, int hidden, int width, int gate, int stages) {
+                int num_shared, int num_experts, int top_k, int flags, int num_groups,
+                int top_groups, float scale, few::Choice* choice, const In* weight,
+                const float* weight_scales, const T* bias, T* inner, int num_tokens, int hidden,
+                int width, int gate, int stages) {
     using namespace few;
     extern __shared__ __align__(128) char memory[];
-    const RouterParams router = {
-        router_bias, select_bias, num_experts, top_k,       parts,      rows, stride,
-        flags,       num_groups,  top_groups,  shared_gate, num_shared, scale};
+    const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,
+                                 rows,        stride,      flags,       num_groups, top_groups,
+                                 shared_gate, num_shared,  scale};
     const int row_bytes = hidden * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
     const Memory at(memory, stages, num_tokens * pitch);
     pdl_wait();
@@ -145,8 +147,8 @@ __device__ float warp_sums(float (&values)[N]) {
         for (int i = 0; i < N / 2; i++) {
             if (i >= kept) continue;
             const float sent = upper ? values[i] : values[i + kept];
-            values[i] = (upper ? values[i + kept] : values[i]) +
-                        __shfl_xor_sync(FULL_WARP, sent, distance);
+            values[i] =
+                (upper ? values[i + kept] : values[i]) + __shfl_xor_sync(FULL_WARP, sent, distance);
         }
     }
     float sum = values[0];
@@ -189,8 +191,8 @@ struct Exchange {
 };
 
 // The norm of each token -> rows of x in shared memory, and its products with `count` rows of the
-// router, which `rows` has in shared memory, -> the logits from `first_logit` on in all blocks of the
-// cluster. The copies of `rows` may be on their way.
+// router, which `rows` has in shared memory, -> the logits from `first_logit` on in all blocks of
+// the cluster. The copies of `rows` may be on their way.
 template <typename In, typename T, typename R, int VECTORS, bool ADD>
 __device__ void score_rows(const NormedStream<T, R>& stream, const T* rows, int first_logit,
                            int count, int num_tokens, char* x, Exchange& to) {
@@ -219,7 +221,7 @@ __device__ void score_rows(const NormedStream<T, R>& stream, const T* rows, int 
                     const int place = start + column + part * M;
                     float more[M];
                     unpack<R>(load_vector(stream.residual + place), more);
-                    float(&sum)[M] = *reinterpret_cast<float(*)[M]>(values[i] + part * M);
+                    float (&sum)[M] = *reinterpret_cast<float (*)[M]>(values[i] + part * M);
 #pragma unroll
                     for (int j = 0; j < M; j++) sum[j] += more[j];
                     if (writes) store_vector(stream.total + place, pack<R>(sum));
@@ -289,28 +291,30 @@ __device__ void score_rows(const NormedStream<T, R>& stream, const T* rows, int 
 
 }  // namespace few
 
-// few_gate_up from the residual stream on: x is its norm, and logits are the products of that, rounded
-// to T, with a router [columns, hidden] of up to CLUSTER * ROUTER_ROWS rows, columns = parts * rows.
-// Each block multiplies with some of them, and blocks of a cluster exchange what they have.
+// few_gate_up from the residual stream on: x is its norm, and logits are the products of that,
+// rounded to T, with a router [columns, hidden] of up to CLUSTER * ROUTER_ROWS rows, columns =
+// parts * rows. Each block multiplies with some of them, and blocks of a cluster exchange what they
+// have.
 //
-//   x and what follows: see score_experts (few_scores_hopper.cu), with `residual` and `total` if ADD
+//   x and what follows: see score_experts (few_scores_hopper.cu), with `residual` and `total`
+//          if ADD
 //
-// Dynamic shared memory: as of few_gate_up, and sizeof(Exchange). The rings have room for the rows of
-// the router of a block.
+// Dynamic shared memory: as of few_gate_up, and sizeof(Exchange). The rings have room for the rows
+// of the router of a block.
 template <typename In, typename T, typename R, int VECTORS, bool ADD, int PER_LANE>
 __global__ void __cluster_dims__(few::CLUSTER, 1, 1) __launch_bounds__(few::THREADS, 2)
     few_scored_gate_up(const T* x, const R* residual, const float* norm, R* total, T* out,
                        float eps, const T* router_weight, int parts, int rows,
                        const float* router_bias, const float* select_bias, int shared_gate,
-                       int num_shared, int num_experts, int top_k, int flags, int num_groups, int top_groups,
-                       float scale, few::Choice* choice, const In* weight,
+                       int num_shared, int num_experts, int top_k, int flags, int num_groups,
+                       int top_groups, float scale, few::Choice* choice, const In* weight,
                        const float* weight_scales, const T* bias, T* inner, int num_tokens,
                        int hidden, int width, int gate, int stages) {
     using namespace few;
     extern __shared__ __align__(128) char memory[];
-    const RouterParams router = {
-        router_bias, select_bias, num_experts, top_k,       parts,      rows, 0,
-        flags,       num_groups,  top_groups,  shared_gate, num_shared, scale};
+    const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,
+                                 rows,        0,           flags,       num_groups, top_groups,
+                                 shared_gate, num_shared,  scale};
     const int pitch = x_pitch(hidden * static_cast<int>(sizeof(In)));
     const Memory at(memory, stages, num_tokens * pitch);
     Exchange& exchange = *reinterpret_cast<Exchange*>(at.rest);
@@ -416,22 +420,23 @@ __device__ void load_rows(const T* rows, int count, int width, char* to, int pit
 
 }  // namespace few
 
-// total[t] = (adds: total[t]) + sum over r of the weight of the r-th expert of t * (inner[t * top_k +
-// r] @ down[that expert]^T + bias), in this order, + that of the shared expert * shared[t] unless that
-// is null.
+// total[t] = (adds: total[t]) + sum over r of the weight of the r-th expert of t * (inner[t * top_k
+// + r] @ down[that expert]^T + bias), in this order, + that of the shared expert * shared[t] unless
+// that is null.
 //
 //   inner [T * top_k, width], quantised here if the weight has 8 bits
 //   from    what tokens choose, from few_gate_up
 //   weight [E, hidden, width], weight_scales [E * hidden], bias [E * hidden] or null
 //   shared, total [T, hidden], hidden a multiple of 8
 //
-// Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * top_k * (x_pitch(of width) + 4),
-// 64 bytes for each pair of a token and its expert and each 8 rows of a block, and sizeof(Choice).
+// Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * top_k * (x_pitch(of width) +
+// 4), 64 bytes for each pair of a token and its expert and each 8 rows of a block, and
+// sizeof(Choice).
 template <typename In, typename T>
 __global__ void __launch_bounds__(few::THREADS, 2)
-    few_down(const T* inner, const few::Choice* from, const In* weight,
-             const float* weight_scales, const T* bias, const T* shared, T* total, int adds,
-             int num_tokens, int top_k, int hidden, int width, int stages) {
+    few_down(const T* inner, const few::Choice* from, const In* weight, const float* weight_scales,
+             const T* bias, const T* shared, T* total, int adds, int num_tokens, int top_k,
+             int hidden, int width, int stages) {
     using namespace few;
     extern __shared__ __align__(128) char memory[];
     const int row_bytes = width * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
@@ -442,7 +447,7 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     const int x_bytes = (pairs * pitch + pairs * 4 + 2 * most * pairs * 32 + 15) / 16 * 16;
     const Memory at(memory, stages, x_bytes);
     float* const scales = reinterpret_cast<float*>(at.x + pairs * pitch);
-    float* const sums_of = scales + pairs;                // [own_units, pairs, 8]
+    float* const sums_of = scales + pairs;                 // [own_units, pairs, 8]
     float* const row_scales = sums_of + most * pairs * 8;  // of weights, [jobs, 8]
 
     take_over(from, at.choice);
@@ -476,8 +481,8 @@ __global__ void __launch_bounds__(few::THREADS, 2)
         const float added = bias ? static_cast<float>(bias[row]) : 0.0f;
         const int own = choice.ranks[which][g];
         float sums[4];
-        stream.template multiply<In>(
-            own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch), sums);
+        stream.template multiply<In>(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch),
+                                     sums);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int token = 2 * q + i, rank = choice.ranks[which][token];
@@ -492,8 +497,8 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     for (int i = threadIdx.x; i < own_units * num_tokens * 8; i += THREADS) {
         const int row = i % 8, token = i / 8 % num_tokens, unit = i / 8 / num_tokens;
         const float* const parts_of = sums_of + (unit * pairs + token * top_k) * 8 + row;
-        T* const to = total + static_cast<long long>(token) * hidden +
-                      (blockIdx.x + unit * blocks) * 8 + row;
+        T* const to =
+            total + static_cast<long long>(token) * hidden + (blockIdx.x + unit * blocks) * 8 + row;
         float sum = adds ? static_cast<float>(*to) : 0.0f;
 #pragma unroll 1
         for (int r = 0; r < top_k; r++) sum += choice.weights[token][r] * parts_of[r * 8];

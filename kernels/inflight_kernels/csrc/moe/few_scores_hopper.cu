@@ -1,17 +1,17 @@
-// The input of a mixture of experts for few tokens: the norm of the residual stream, and the scores of
-// all experts.
+// The input of a mixture of experts for few tokens: the norm of the residual stream, and the scores
+// of all experts.
 #include "linear/hopper_linear.cuh"
 
 // Rows of the router that a block multiplies with.
 constexpr int ROUTER_ROWS = 4;
 
-// out[t] = norm of x[t] + residual[t], total[t] = that sum, logits[t, e] = out[t] @ router[e]^T with
-// out rounded to T, of a router [rows, hidden].
+// out[t] = norm of x[t] + residual[t], total[t] = that sum, logits[t, e] = out[t] @ router[e]^T
+// with out rounded to T, of a router [rows, hidden].
 //
-// Block (b, t) computes ROUTER_ROWS logits of token t, the last ones of each token the other results:
-// all of them compute the norm, and `total` must not alias `residual`. A thread has VECTORS vectors of
-// 16 bytes of a row. ADD: as of rms_norm (norm.cu); without it there is no residual, and no total.
-// Value: T, or Fp8 or Int8; then also bytes[t], with scales[t].
+// Block (b, t) computes ROUTER_ROWS logits of token t, the last ones of each token the other
+// results: all of them compute the norm, and `total` must not alias `residual`. A thread has
+// VECTORS vectors of 16 bytes of a row. ADD: as of rms_norm (norm.cu); without it there is no
+// residual, and no total. Value: T, or Fp8 or Int8; then also bytes[t], with scales[t].
 template <typename Value, typename T, typename R, int VECTORS, bool ADD>
 __global__ void __launch_bounds__(256)
     score_experts(const T* x, const R* residual, const float* norm, R* total, T* out, Value* bytes,
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(256)
                 const long long place = start + column + part * M;
                 float more[M];
                 unpack<R>(load_vector(residual + place), more);
-                float(&sum)[M] = *reinterpret_cast<float(*)[M]>(values[i] + part * M);
+                float (&sum)[M] = *reinterpret_cast<float (*)[M]>(values[i] + part * M);
 #pragma unroll
                 for (int j = 0; j < M; j++) sum[j] += more[j];
                 if (writes) store_vector(total + place, pack<R>(sum));

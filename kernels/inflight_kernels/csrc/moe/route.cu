@@ -81,20 +81,20 @@ __device__ inline int* make_plan(const Plan& plan, const Mask* masks, int num_ex
 }
 
 // Choose the experts of each token and plan their products; see ops/moe.py. A block has up to
-// `block_tokens` tokens, 64 at most, a warp for one or more, and at least as many threads as experts. The block
-// that ends last makes the plan; `arrived` is 0 before and after.
-// Dynamic shared memory: ints, 4 * padded + blockDim.x + block_tokens * top_k, and padded floats for
-// each warp with groups, where padded is num_experts rounded up to 32.
+// `block_tokens` tokens, 64 at most, a warp for one or more, and at least as many threads as
+// experts. The block that ends last makes the plan; `arrived` is 0 before and after. Dynamic shared
+// memory: ints, 4 * padded + blockDim.x + block_tokens * top_k, and padded floats for each warp
+// with groups, where padded is num_experts rounded up to 32.
 template <int PER_LANE>
 __global__ void __launch_bounds__(1024)
     route(const float* logits, int stride, int parts, int rows, const float* bias,
-          const float* select_bias, int shared_gate, int num_shared, int num_experts, int top_k, int flags,
-          int num_groups, int top_groups, float scale, int num_tokens, int* experts, float* weights,
-          int* positions, int* starts, Tile* tiles, int* num_tiles, int tile, int block_tokens,
-          unsigned* arrived) {
-    const RouterParams router = {
-        bias,  select_bias, num_experts, top_k,       parts,      rows, stride,
-        flags, num_groups,  top_groups,  shared_gate, num_shared, scale};
+          const float* select_bias, int shared_gate, int num_shared, int num_experts, int top_k,
+          int flags, int num_groups, int top_groups, float scale, int num_tokens, int* experts,
+          float* weights, int* positions, int* starts, Tile* tiles, int* num_tiles, int tile,
+          int block_tokens, unsigned* arrived) {
+    const RouterParams router = {bias,        select_bias, num_experts, top_k,      parts,
+                                 rows,        stride,      flags,       num_groups, top_groups,
+                                 shared_gate, num_shared,  scale};
     const int all_experts = router.all_experts(), all_top_k = router.all_top_k();
     const Plan plan = {tiles, num_tiles, starts, tile};
     extern __shared__ __align__(8) int memory[];

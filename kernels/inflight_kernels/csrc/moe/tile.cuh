@@ -6,8 +6,8 @@ struct Tile {
     int expert, first, count, unused;
 };
 
-// Where the plan is kept. starts[b * num_experts + e]: the first row of expert e with a token of block
-// b; while the plan is made, their number.
+// Where the plan is kept. starts[b * num_experts + e]: the first row of expert e with a token of
+// block b; while the plan is made, their number.
 struct Plan {
     Tile* tiles;
     int* num_tiles;
