@@ -19,16 +19,14 @@ from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.layers.routing import routing_of
-from inflight.models.loader import (
+from inflight.models.layers.weights import (
     CpuExperts,
-    CpuPlacement,
     LayerWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
-    Progress,
-    load_weights,
 )
+from inflight.models.loader import CpuPlacement, Progress, load_weights
 from inflight.models.quantization.choice import UNQUANTISED, linear_format
 from inflight.models.spec import (
     Activation,

@@ -39,14 +39,8 @@ from inflight.models.layers.latent import LatentAttention, LatentLayer
 from inflight.models.layers.linear import CudaSublayer, CudaWeight, whole_tiles
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
-from inflight.models.loader import (
-    LayerWeights,
-    MlpWeights,
-    ModelWeights,
-    MoeWeights,
-    Progress,
-    load_weights,
-)
+from inflight.models.layers.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from inflight.models.loader import Progress, load_weights
 from inflight.models.quantization.choice import gpu_format
 from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.quantization.weight_only_cuda import DequantizedWeight

@@ -36,15 +36,8 @@ from inflight.kv.cache import KVCache
 from inflight.models.decoder_cpu import RotaryTables
 from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.layers.linear import CpuWeight
-from inflight.models.loader import (
-    CpuExperts,
-    CpuPlacement,
-    L,
-    ModelWeights,
-    Progress,
-    WeightPlacement,
-    X,
-)
+from inflight.models.layers.weights import CpuExperts, L, ModelWeights, X
+from inflight.models.loader import CpuPlacement, Progress, WeightPlacement
 from inflight.models.stored.weights import (
     EmptyWeights,
     RandomWeights,

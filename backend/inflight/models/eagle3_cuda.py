@@ -22,7 +22,8 @@ from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.experts_cuda import CudaExperts
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
-from inflight.models.loader import ModelWeights, Progress
+from inflight.models.layers.weights import ModelWeights
+from inflight.models.loader import Progress
 from inflight_kernels.ops.attention_operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.models.layers.linear import CudaWeight
 from inflight.models.layers.routing import routing_of
-from inflight.models.loader import MoeWeights
+from inflight.models.layers.weights import MoeWeights
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
 from inflight_kernels.ops.linear.operands import (

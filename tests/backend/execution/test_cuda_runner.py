@@ -36,6 +36,7 @@ from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.launch_recording import find_kernels
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.registry import read_spec
+from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 from inflight_kernels import ops
 from inflight_kernels.runtime.recording import Launched
@@ -206,12 +207,21 @@ def test_whatever_a_config_allows_starts_and_runs(
     assert set(launched) <= set(ahead)
 
 
+def shape_runner(shape: str, **settings: Any) -> tuple[Any, ModelSpec]:
+    """A runner of random weights at the shape of a real model, and what describes the model."""
+    config = EngineConfig(
+        model=str(SHAPES / shape),
+        device="cuda",
+        random_weights=True,
+        max_model_len=8192,
+        **settings,
+    )
+    return runners.build(config, locate(config.model), lambda what, fraction: None)
+
+
 def test_gemma_3_12b_starts_and_runs_with_two_block_tables_on_an_h200(record: Record) -> None:
     launched, ahead = record()
-    config = EngineConfig(
-        model=str(SHAPES / "gemma-3-12b"), device="cuda", random_weights=True, max_model_len=8192
-    )
-    runner, spec = runners.build(config, locate(config.model), lambda what, fraction: None)
+    runner, spec = shape_runner("gemma-3-12b")
     assert runner.kv_tables.spans == (80, 16)
     layout = spec.kv_layout("bfloat16", frees_windows=True)
     assert runner.num_blocks * layout.block_bytes(16) > 90 << 30
@@ -237,21 +247,14 @@ def test_gpt_oss_20b_starts_and_runs_with_two_block_tables_on_an_h200(
 ) -> None:
     """Its hidden size, 2880, is no multiple of what kernels multiply at once."""
     launched, ahead = record()
-    config = EngineConfig(
-        model=str(SHAPES / "gpt-oss-20b"),
-        device="cuda",
-        random_weights=True,
-        max_model_len=8192,
-        **settings,
-    )
-    runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
+    runner, _ = shape_runner("gpt-oss-20b", **settings)
     assert runner.kv_tables.spans == (16, 16)
     launch_steps(runner, [list(range(512)), list(range(512, 1024))])
     assert set(launched) <= set(ahead) <= COMPILED
     stems = {stem for stem, _ in launched}
     assert {"attention", "experts_hopper", "route", "rows"} <= stems
-    assert ("attention_hopper" in stems) == (not config.batch_invariant)
-    assert ("few_experts_hopper" in stems) == (not config.batch_invariant)
+    assert ("attention_hopper" in stems) == (not settings.get("batch_invariant"))
+    assert ("few_experts_hopper" in stems) == (not settings.get("batch_invariant"))
 
 
 def launch_steps(runner: Any, tables: list[list[int]]) -> None:
@@ -275,15 +278,7 @@ def test_mixtures_start_and_run_on_an_h200(
     record: Record, model: str, quantization: Any, batch_invariant: bool
 ) -> None:
     launched, ahead = record()
-    config = EngineConfig(
-        model=str(SHAPES / model),
-        device="cuda",
-        random_weights=True,
-        max_model_len=8192,
-        quantization=quantization,
-        batch_invariant=batch_invariant,
-    )
-    runner, spec = runners.build(config, locate(config.model), lambda what, fraction: None)
+    runner, spec = shape_runner(model, quantization=quantization, batch_invariant=batch_invariant)
     launch_steps(runner, [list(range(512))])
     assert set(launched) <= set(ahead) <= COMPILED
     stems = {stem for stem, _ in launched}
@@ -301,15 +296,7 @@ def test_a_kv_cache_of_8_bits_has_kernels_and_twice_the_room(
     record: Record, model: str, kv_dtype: Any, cached: str
 ) -> None:
     launched, ahead = record()
-    config = EngineConfig(
-        model=str(SHAPES / model),
-        device="cuda",
-        random_weights=True,
-        max_model_len=8192,
-        kv_cache_dtype=kv_dtype,
-        gpu_memory_utilization=0.9,
-    )
-    runner, spec = runners.build(config, locate(config.model), lambda what, fraction: None)
+    runner, spec = shape_runner(model, kv_cache_dtype=kv_dtype, gpu_memory_utilization=0.9)
     frees_windows = len(runner.kv_tables.tables) > 1
     layout = spec.kv_layout(kv_dtype, frees_windows=frees_windows)
     wider = spec.kv_layout("bfloat16", frees_windows=frees_windows)
