@@ -56,6 +56,7 @@ Model = Annotated[
 ModelName = Annotated[str, Meta(description=f"up to {MAX_MODEL_NAME} characters, all printable")]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0.01, le=0.99)]
+Milliseconds = Annotated[float, Meta(ge=1, le=60_000)]
 ByDevice = Annotated[int, Meta(ge=0, description="1 or more, or 0 for the default of the device")]
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -258,6 +259,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_prefill_chunk: Annotated[
         Count | None,
         Setting("Tokens of one prompt in one step.", default="the whole budget"),
+    ] = None
+    itl_target_ms: Annotated[
+        Milliseconds | None,
+        Setting(
+            "Target inter-token latency, in milliseconds: steps that decode compute as much of "
+            "prompts as fits into it, by the times of earlier steps, and at least 32 tokens. A "
+            "long prompt then takes longer, and does not stall other requests.",
+            default="no target: steps take as many tokens as `max_num_batched_tokens` allows",
+        ),
     ] = None
     max_waiting: Annotated[
         Count, Setting("Maximum queued requests; more are rejected with `capacity`.")

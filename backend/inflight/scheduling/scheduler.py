@@ -40,6 +40,7 @@ from inflight.errors import CapacityError, EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.layout import KVTables
+from inflight.scheduling.prefill_budget import PrefillBudget
 
 
 class Scheduler:
@@ -62,6 +63,7 @@ class Scheduler:
             logprobs takes one for each token, but never another sequence's: the remaining rows are
             assigned in order of admission, at least one each.
         kv_tables: the block tables of each sequence; None for one that keeps all tokens.
+        prefill_budget: limits prompts in steps that also decode; None for no limit.
 
     Attributes:
         max_num_seqs: maximum running sequences.
@@ -85,6 +87,7 @@ class Scheduler:
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
         kv_tables: KVTables | None = None,
+        prefill_budget: PrefillBudget | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -95,6 +98,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         # Every running sequence may need a token in the same step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._prefill_budget = prefill_budget
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._max_draft_tokens = max_draft_tokens
@@ -152,7 +156,7 @@ class Scheduler:
         copies: list[Copy] = []
         preempted = self.num_preemptions
         prefills, num_drafted = self._decode(chunks, copies)
-        budget = self._max_num_batched_tokens - len(chunks) - num_drafted
+        budget = self._budget_for_prompts(len(chunks) + num_drafted, prefills)
         lengths: list[int] = []
         for sequence in prefills:
             lengths.append(self._prefill_share(sequence, budget))
@@ -210,6 +214,13 @@ class Scheduler:
                 sequence.num_computed = start + length
                 sequence.num_in_flight = num_in_flight + length
         return prefills, num_drafted
+
+    def _budget_for_prompts(self, num_decodes: int, prompts: list[Sequence]) -> int:
+        """Prompt tokens of a step that has so many tokens of decodes."""
+        budget = self._max_num_batched_tokens - num_decodes
+        if self._prefill_budget is None or not num_decodes or not (prompts or self._waiting):
+            return budget
+        return min(budget, self._prefill_budget.tokens(num_decodes, prompts))
 
     def _admit_waiting(
         self,
