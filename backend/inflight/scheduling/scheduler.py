@@ -32,6 +32,7 @@ import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from inflight.core.batch import Batch, Chunk, Committed, StepOutput
 from inflight.core.request import Candidate
@@ -236,6 +237,9 @@ class Scheduler:
         while self._waiting and budget:
             group = next(iter(self._waiting.values()))
             if self._num_batch_slots + group.width > self.max_num_seqs:
+                break
+            plan = _PrefillPlan(prefills, lengths, budget, self._max_chunk)
+            if self._tables.awaits_prefix(group, plan.end_of):
                 break
             needed = self._tables.admit(group)
             if needed is None:
@@ -505,6 +509,25 @@ class Scheduler:
         group.status = Status.WAITING
         self._waiting[group.request_id] = group
         self._waiting.move_to_end(group.request_id, last=False)
+
+
+class _PrefillPlan(NamedTuple):
+    """Prompts of a step that is being planned, with their tokens; the last one may take the rest,
+    up to `max_chunk`."""
+
+    prompts: list[Sequence]
+    lengths: list[int]
+    rest: int
+    max_chunk: int
+
+    def end_of(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that are computed with this step and those before."""
+        if sequence not in self.prompts:
+            return sequence.num_computed
+        length = self.lengths[self.prompts.index(sequence)]
+        if sequence is self.prompts[-1]:
+            length = min(length + self.rest, self.max_chunk)
+        return sequence.num_computed + length
 
 
 def _num_before_scores(sequence: Sequence) -> int | None:
