@@ -95,9 +95,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     method: Annotated[
         str,
         Setting(
-            "`ngram`, prompt lookup; `self`, the model's own first layers; `draft_model`, a "
-            "smaller model with the same vocabulary; `eagle3`, a head trained for the model "
-            "(arXiv:2503.01840).",
+            "`ngram`, prompt lookup; `suffix`, the same with the longest match, on CPUs; `self`, "
+            "the model's own first layers; `draft_model`, a smaller model with the same "
+            "vocabulary; `eagle3`, a head trained for the model (arXiv:2503.01840).",
             former="drafter",
         ),
     ] = "ngram"
@@ -124,7 +124,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         Count, Setting("For `ngram`: the longest n-gram to match.", former="max_match")
     ] = 4
     prompt_lookup_min: Annotated[
-        Count, Setting("For `ngram`: the shortest n-gram to match.", former="min_match")
+        Count,
+        Setting("For `ngram` and `suffix`: the shortest n-gram to match.", former="min_match"),
     ] = 2
 
     def __post_init__(self) -> None:
