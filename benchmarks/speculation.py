@@ -84,6 +84,7 @@ class Chance:
             wrong = torch.rand(count, device=state.chosen.device) >= self.right
             # In a step without prompts, rows are tokens; in one with prompts, drafts are ignored.
             state.token_ids[1 : count + 1] = state.chosen + wrong
+            state.drafts.clamp_(min=0)  # none is missing
             verify(step, state, num_chunks, **options)
 
         batch_state.end_step = end_step

@@ -95,8 +95,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     method: Annotated[
         str,
         Setting(
-            "`ngram`, prompt lookup; `suffix`, the same with the longest match, on CPUs; `self`, "
-            "the model's own first layers; `draft_model`, a smaller model with the same "
+            "`ngram`, prompt lookup; `suffix`, the same with the longest match; `self`, the "
+            "model's own first layers; `draft_model`, a smaller model with the same "
             "vocabulary; `eagle3`, a head trained for the model (arXiv:2503.01840).",
             former="drafter",
         ),

@@ -4,21 +4,24 @@ SAM-Decoding (Hu et al., arXiv:2411.10666) and SuffixDecoding (Oliaro et al., ar
 the tokens of the sequence itself. `ngram` drafts as many tokens after 2 equal ones as after 200;
 here a match of n tokens drafts at most n: many where the text copies, few or none elsewhere.
 
-On the host a suffix automaton follows each sequence.
+On the host a suffix automaton follows each sequence, and the first occurrence counts. A GPU, which
+alone knows the last tokens there, compares with all earlier places at once, and the latest counts;
+either is as often right.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import NoReturn
 
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
-from inflight.errors import ConfigError
-from inflight.execution.drafters.drafter import Target
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
 from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.execution.drafters.suffix_automaton import Match, SuffixAutomaton
 from inflight.kv.cache import KVCache
+
+_MAX_DEVICE_MATCH = 32
+"""Tokens that a GPU compares at each place; a longer match says little more. Above MAX_DRAFTS."""
 
 
 class SuffixDrafter:
@@ -75,15 +78,23 @@ def continuation(tokens: array[int], begin: int, count: int) -> list[int]:
     return [tokens[begin + i % distance] for i in range(count)]
 
 
-def _load(spec: DrafterSpec, target: Target) -> SuffixDrafter:
+def _load(spec: DrafterSpec) -> SuffixDrafter:
     return SuffixDrafter(spec.settings.prompt_lookup_min)
 
 
-def _refuse_device(*operands: object) -> NoReturn:
-    raise ConfigError(
-        "speculative_config.method: suffix is not supported on GPUs; allowed: another method, or "
-        "device: cpu"
-    )
+def _load_for_target(spec: DrafterSpec, target: Target) -> SuffixDrafter:
+    return _load(spec)
 
 
-METHOD = DraftMethod(load=_load, load_on_device=_refuse_device)
+def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
+    from inflight.execution.drafters.device_search import DeviceSearch
+
+    return DeviceSearch(_MAX_DEVICE_MATCH, spec.settings.prompt_lookup_min, as_matched=True)
+
+
+METHOD = DraftMethod(
+    load=_load_for_target,
+    load_on_device=_load_on_device,
+    needs_history=True,
+    load_on_host=_load,
+)

@@ -8,14 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Chunk
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.errors import ConfigError
-from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.drafters.methods.suffix import SuffixDrafter
-from inflight.execution.drafters.registry import find_method
 from inflight.sampling.params import SamplingParams
 
 
@@ -98,11 +94,3 @@ def test_a_drafter_follows_its_sequences() -> None:
     drafter.forget(sequences[0])
     fresh = sequence([8, 9, 8])  # an id may come again
     assert drafter.propose([chunk(fresh, 0), chunk(fresh, 1)]) == [[], [9]]
-
-
-def test_a_gpu_is_refused_before_anything_is_loaded() -> None:
-    config = EngineConfig(model="m", speculative_config=SpeculativeConfig(method="suffix"))
-    assert config.speculative_config is not None
-    spec = DrafterSpec(find_method(config.speculative_config), config.speculative_config)
-    with pytest.raises(ConfigError, match="suffix is not supported on GPUs; allowed: "):
-        spec.method.load_on_device(spec, None)  # type: ignore[arg-type]
