@@ -127,6 +127,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         Count,
         Setting("For `ngram` and `suffix`: the shortest n-gram to match.", former="min_match"),
     ] = 2
+    suffix_decoding_max_cached_tokens: Annotated[
+        int,
+        Meta(ge=0, le=10_000_000),
+        Setting(
+            "For `suffix`: draft from earlier outputs, too, of requests with the same "
+            "`cache_salt`; so many tokens of them are kept, at half a kilobyte of host memory "
+            "each, those of the most recently used salts. 0 keeps none. With a GPU they serve "
+            "requests with structured output, DRY, `no_repeat_ngram_size` or bad words of several "
+            "tokens."
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         _check_fields(self, "speculative_config.")

@@ -156,9 +156,16 @@ def test_a_runner_reports_how_many_drafts_the_text_had(
 
 
 @ways
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param({"method": "ngram"}, id="ngram"),
+        pytest.param({"method": "suffix"}, id="suffix"),
+        pytest.param({"method": "suffix", "suffix_decoding_max_cached_tokens": 2000}, id="outputs"),
+    ],
+)
 def test_a_sequence_needing_committed_tokens_uses_host_drafts(
-    rig: Rig, way: str, method: str
+    rig: Rig, way: str, drafter: dict[str, Any]
 ) -> None:
     """What may follow depends on the tokens before: on drafted ones, too."""
     wanted = [
@@ -171,6 +178,10 @@ def test_a_sequence_needing_committed_tokens_uses_host_drafts(
     ]
     expected = generate(rig.make_engine(**rig.ways[way]), wanted)
     assert expected != rig.expected, "something would have been repeated"
-    engine = rig.make_engine({"method": method, "prompt_lookup_min": 1}, **rig.ways[way])
+    engine = rig.make_engine({"prompt_lookup_min": 1} | drafter, **rig.ways[way])
     assert generate(engine, wanted) == expected
+    again = [msgspec.structs.replace(one, request_id=100 + one.request_id) for one in wanted]
+    assert generate(engine, again) == {100 + one: ids for one, ids in expected.items()}
+    accepted = engine.metrics().value("spec_decode_num_accepted_tokens_from_outputs")
+    assert accepted > 20 if "suffix_decoding_max_cached_tokens" in drafter else accepted == 0
     assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens

@@ -31,6 +31,7 @@ class NgramDrafter:
         self._max_match = max_match
         self._min_match = min_match
         self.caches: list[KVCache] = []
+        self.from_outputs: set[int] = set()
         self._histories: dict[int, _History] = {}
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:

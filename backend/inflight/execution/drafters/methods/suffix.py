@@ -6,7 +6,8 @@ here a match of n tokens drafts at most n: many where the text copies, few or no
 
 On the host a suffix automaton follows each sequence, and the first occurrence counts. A GPU, which
 alone knows the last tokens there, compares with all earlier places at once, and the latest counts;
-either is as often right.
+either is as often right. The host can look in the outputs of earlier requests as well; it is the
+host that drafts for sequences that need committed tokens, with a GPU, too.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 from array import array
 
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.core.request import FinishReason
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
 from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
+from inflight.execution.drafters.output_cache import CachedMatches, OutputCache
 from inflight.execution.drafters.suffix_automaton import Match, SuffixAutomaton
 from inflight.kv.cache import KVCache
 
@@ -29,14 +32,19 @@ class SuffixDrafter:
 
     Args:
         min_match: shortest suffix to match.
+        outputs: those of earlier requests, where a longer match than in the text itself counts;
+            None for none.
     """
 
-    def __init__(self, min_match: int) -> None:
+    def __init__(self, min_match: int, outputs: OutputCache | None = None) -> None:
         self._min_match = min_match
+        self._outputs = outputs
         self.caches: list[KVCache] = []
+        self.from_outputs: set[int] = set()
         self._texts: dict[int, _Text] = {}
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
+        self.from_outputs.clear()
         return [
             self._drafts(chunk.sequence, chunk.num_drafts) if chunk.num_drafts else []
             for chunk in chunks
@@ -47,10 +55,21 @@ class SuffixDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         self._texts.pop(sequence.request_id, None)
+        is_whole = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self._outputs is not None and is_whole:
+            self._outputs.add(sequence)
 
     def _drafts(self, sequence: Sequence, count: int) -> list[int]:
         text = self._texts.setdefault(sequence.request_id, _Text())
         text.follow(sequence.token_ids)
+        if self._outputs is not None:
+            text.cached.follow(
+                sequence.token_ids, self._outputs.automata_of(sequence.request.cache_salt)
+            )
+            drafts = text.cached.drafts(count, max(text.match.length, self._min_match - 1))
+            if drafts:
+                self.from_outputs.add(sequence.request_id)
+                return drafts
         if text.match.length < self._min_match:
             return []
         begin = text.automaton.first_end(text.match) + 1
@@ -58,11 +77,12 @@ class SuffixDrafter:
 
 
 class _Text:
-    """The tokens of a sequence, and their longest suffix that occurs earlier."""
+    """The tokens of a sequence, their longest suffix that occurs earlier, and those in outputs."""
 
     def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
         self.match = Match()
+        self.cached = CachedMatches()
 
     def follow(self, token_ids: list[int]) -> None:
         """Take in the new tokens."""
@@ -79,7 +99,11 @@ def continuation(tokens: array[int], begin: int, count: int) -> list[int]:
 
 
 def _load(spec: DrafterSpec) -> SuffixDrafter:
-    return SuffixDrafter(spec.settings.prompt_lookup_min)
+    settings = spec.settings
+    max_tokens = settings.suffix_decoding_max_cached_tokens
+    return SuffixDrafter(
+        settings.prompt_lookup_min, OutputCache(max_tokens) if max_tokens else None
+    )
 
 
 def _load_for_target(spec: DrafterSpec, target: Target) -> SuffixDrafter:
@@ -96,5 +120,6 @@ METHOD = DraftMethod(
     load=_load_for_target,
     load_on_device=_load_on_device,
     needs_history=True,
+    caches_outputs=True,
     load_on_host=_load,
 )

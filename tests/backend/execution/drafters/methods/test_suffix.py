@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.config import SpeculativeConfig
 from inflight.core.batch import Chunk
-from inflight.core.request import Request
+from inflight.core.request import FinishReason, Request
 from inflight.core.sequence import Sequence
+from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.drafters.methods.suffix import SuffixDrafter
+from inflight.execution.drafters.output_cache import OutputCache
+from inflight.execution.drafters.registry import find_method
 from inflight.sampling.params import SamplingParams
 
 
@@ -94,3 +98,64 @@ def test_a_drafter_follows_its_sequences() -> None:
     drafter.forget(sequences[0])
     fresh = sequence([8, 9, 8])  # an id may come again
     assert drafter.propose([chunk(fresh, 0), chunk(fresh, 1)]) == [[], [9]]
+
+
+# ---------------------------------------------------------------- outputs of earlier requests
+
+
+def finish(drafter: SuffixDrafter, one: Sequence, reason: FinishReason) -> None:
+    one.finish_reason = reason
+    drafter.forget(one)
+
+
+def of_salt(tokens: list[int], salt: str) -> Sequence:
+    return Sequence(Request(2, tokens, SamplingParams(), cache_salt=salt), 1000)
+
+
+def test_the_longest_match_counts_whether_in_the_text_or_in_outputs() -> None:
+    drafter, earlier = SuffixDrafter(2, OutputCache(1000)), sequence([0])
+    earlier.token_ids += [1, 2, 3, 4, 5, 6]
+    finish(drafter, earlier, FinishReason.STOP)
+    for tokens, drafts, from_outputs in (
+        ([1, 2, 3], [4, 5, 6], {0}),
+        ([8, 1, 2, 7, 1, 2], [7, 1], set()),  # as long in the text itself
+        ([8, 1, 2, 7, 0, 1, 2, 3], [4, 5, 6], {0}),
+        ([6, 3], [], set()),  # too short
+    ):
+        one = sequence(tokens)
+        assert drafter.propose([chunk(one, 3)]) == [drafts]
+        assert drafter.from_outputs == from_outputs
+        drafter.forget(one)
+
+
+def test_outputs_are_found_with_their_salt_only() -> None:
+    drafter, earlier = SuffixDrafter(1, OutputCache(1000)), of_salt([0], "a")
+    earlier.token_ids += [1, 2, 3, 4]
+    finish(drafter, earlier, FinishReason.LENGTH)
+    assert drafter.propose([chunk(of_salt([1, 2], "b"), 4)]) == [[]]
+    assert drafter.propose([chunk(of_salt([1, 2], ""), 4)]) == [[]]
+    drafter.forget(of_salt([0], ""))
+    assert drafter.propose([chunk(of_salt([1, 2], "a"), 4)]) == [[3, 4]]
+
+
+def test_outputs_that_were_cancelled_or_failed_are_not_kept() -> None:
+    drafter = SuffixDrafter(1, OutputCache(1000))
+    for reason in (FinishReason.CANCELLED, None):
+        earlier = sequence([0])
+        earlier.token_ids += [1, 2, 3, 4]
+        earlier.finish_reason = reason
+        drafter.forget(earlier)
+    assert drafter.propose([chunk(sequence([1, 2]), 4)]) == [[]]
+
+
+def test_a_method_keeps_outputs_if_it_is_told_to() -> None:
+    for max_tokens in (0, 100):
+        settings = SpeculativeConfig(method="suffix", suffix_decoding_max_cached_tokens=max_tokens)
+        method = find_method(settings)
+        assert method.load_on_host is not None
+        drafter = method.load_on_host(DrafterSpec(method, settings))
+        assert isinstance(drafter, SuffixDrafter)
+        earlier = sequence([0])
+        earlier.token_ids += [1, 2, 3, 4]
+        finish(drafter, earlier, FinishReason.STOP)
+        assert drafter.propose([chunk(sequence([1, 2]), 4)]) == [[3, 4] if max_tokens else []]
