@@ -281,7 +281,7 @@ def draft_ngram(
     drafts: Tensor,
     max_match: int,
     min_match: int,
-    as_matched: bool = False,
+    per_match: int = 0,
     pdl: bool = False,
 ) -> None:
     from inflight_kernels.torch_ops.drafting import latest_match
@@ -290,7 +290,7 @@ def draft_ngram(
         if slot >= 0:
             tokens = history[slot, : int(last_positions[slot]) + 1].numpy().astype(np.int64)
             count = drafts.shape[1]
-            found = latest_match(tokens, max_match, min_match, count, as_matched)
+            found = latest_match(tokens, max_match, min_match, count, per_match)
             drafts[slot] = torch.tensor(found + [NO_DRAFT] * (count - len(found)))
 
 

@@ -29,7 +29,7 @@ def draft_ngram(
     max_match: int,
     min_match: int,
     *,
-    as_matched: bool = False,
+    per_match: int = 0,
     pdl: bool = False,
 ) -> None:
     """drafts[slot] = the tokens after the latest earlier occurrence of the sequence's last tokens.
@@ -44,7 +44,8 @@ def draft_ngram(
         history: [slots, W] int32, its tokens; a sequence beyond W gets no drafts.
         drafts: [slots, K] int32, written.
         max_match, min_match: tokens that must match, at least 1.
-        as_matched: draft at most as many tokens as match; the others are NO_DRAFT.
+        per_match: drafts at most for each token that matches; the others are NO_DRAFT. 0 for no
+            such limit.
         pdl: see `Kernel`.
 
     Raises:
@@ -70,7 +71,7 @@ def draft_ngram(
             drafts.shape[1],
             max_match,
             min_match,
-            int(as_matched),
+            per_match,
             pdl=pdl,
         )
 

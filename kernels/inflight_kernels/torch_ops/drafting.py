@@ -11,7 +11,7 @@ def latest_match(
     max_match: int,
     min_match: int,
     count: int,
-    as_matched: bool = False,
+    per_match: int = 0,
 ) -> list[int]:
     """The tokens after the latest earlier occurrence of the last tokens.
 
@@ -22,10 +22,10 @@ def latest_match(
         tokens: [length].
         max_match, min_match: tokens that must match.
         count: tokens to draft.
-        as_matched: at most as many as match.
+        per_match: tokens at most for each one that matches; 0 for no such limit.
 
     Returns:
-        `count` tokens, or as many as match, or none.
+        `count` tokens, fewer if too few match, or none.
     """
     length = len(tokens)
     # Ends of earlier matches: positions of the last token, then those whose predecessors match.
@@ -44,6 +44,6 @@ def latest_match(
         return []
     start = int(best[-1]) + 1
     distance = length - start
-    if as_matched:
-        count = min(count, num_matched)
+    if per_match:
+        count = min(count, per_match * num_matched)
     return [int(tokens[start + i % distance]) for i in range(count)]

@@ -14,14 +14,14 @@ class DeviceSearch(DeviceDrafter):
     Args:
         max_match: tokens after which a longer match no longer counts.
         min_match: shortest match.
-        as_matched: draft at most as many tokens as match.
+        per_match: drafts at most for each token that matches; 0 for no such limit.
     """
 
-    def __init__(self, max_match: int, min_match: int, as_matched: bool) -> None:
+    def __init__(self, max_match: int, min_match: int, per_match: int) -> None:
         super().__init__()
         self._max_match = max_match
         self._min_match = min_match
-        self._as_matched = as_matched
+        self._per_match = per_match
 
     def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
         state = batch.state
@@ -33,6 +33,6 @@ class DeviceSearch(DeviceDrafter):
             state.drafts,
             self._max_match,
             self._min_match,
-            as_matched=self._as_matched,
+            per_match=self._per_match,
             pdl=True,
         )

@@ -97,11 +97,12 @@ class CachedMatches:
             self._matches[automaton] = match
         self._length = len(token_ids)
 
-    def drafts(self, count: int, longer_than: int) -> list[int]:
+    def drafts(self, count: int, per_match: int, longer_than: int) -> list[int]:
         """What followed the longest match in an output, up to that output's end.
 
         Args:
-            count: tokens at most, and at most as many as match.
+            count: tokens at most.
+            per_match: tokens at most for each one that matches.
             longer_than: of a match that counts, in tokens.
         """
         found: list[int] = []
@@ -110,7 +111,7 @@ class CachedMatches:
                 continue
             longer_than = match.length
             begin = automaton.first_end(match) + 1
-            found = list(automaton.tokens[begin : begin + min(count, match.length)])
+            found = list(automaton.tokens[begin : begin + min(count, per_match * match.length)])
             if SEPARATOR in found:
                 del found[found.index(SEPARATOR) :]
         return found

@@ -125,10 +125,10 @@ def test_model_and_drafter_share_the_memory(
     assert runner.step_costs.draft_seconds > 0.0
 
 
-@pytest.mark.parametrize(("method", "max_match"), [("ngram", 4), ("suffix", 32)])
+@pytest.mark.parametrize(("method", "max_match", "per_match"), [("ngram", 4, 0), ("suffix", 32, 2)])
 @ways
 def test_a_runner_reports_how_many_drafts_the_text_had(
-    rig: Rig, method: str, max_match: int, way: str
+    rig: Rig, method: str, max_match: int, per_match: int, way: str
 ) -> None:
     engine = rig.make_engine({"method": method, "prompt_lookup_min": 1}, **rig.ways[way])
     assert engine.speculation is not None
@@ -141,7 +141,7 @@ def test_a_runner_reports_how_many_drafts_the_text_had(
             if not chunk.num_drafts or chunk.is_stale or index not in output.num_proposed:
                 continue
             tokens = chunk.sequence.token_ids[: -len(output.token_ids[index])]
-            found = latest_match(np.array(tokens), max_match, 1, NUM_DRAFTS, method == "suffix")
+            found = latest_match(np.array(tokens), max_match, 1, NUM_DRAFTS, per_match)
             assert output.num_proposed[index] == len(found)
             counts.append(len(found))
 

@@ -29,7 +29,7 @@ def finished(output: list[int], salt: str = "", prompt: tuple[int, ...] = (9,)) 
 def found(cache: OutputCache, text: list[int], salt: str = "", count: int = 8) -> list[int]:
     matches = CachedMatches()
     matches.follow(text, cache.automata_of(salt))
-    return matches.drafts(count, 0)
+    return matches.drafts(count, 1, 0)
 
 
 def slow_drafts(outputs: list[list[int]], text: list[int], count: int) -> list[int]:
@@ -116,7 +116,7 @@ def test_dropped_outputs_take_no_memory_while_a_text_still_follows_them() -> Non
     gc.collect()
     assert held() is None
     matches.follow([1, 2, 3], cache.automata_of("a"))
-    assert matches.drafts(4, 0) == []
+    assert matches.drafts(4, 1, 0) == []
 
 
 @settings(max_examples=300, deadline=None)
@@ -134,4 +134,4 @@ def test_a_text_that_is_followed_finds_what_a_new_one_finds(
     whole = [*text, 7, *text]
     for end in range(len(text), len(whole) + 1):
         matches.follow(whole[:end], cache.automata_of(""))
-    assert matches.drafts(8, 0) == found(cache, whole)
+    assert matches.drafts(8, 1, 0) == found(cache, whole)

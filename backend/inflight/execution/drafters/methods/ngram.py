@@ -84,7 +84,7 @@ def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
     from inflight.execution.drafters.device_search import DeviceSearch
 
     settings = spec.settings
-    return DeviceSearch(settings.prompt_lookup_max, settings.prompt_lookup_min, as_matched=False)
+    return DeviceSearch(settings.prompt_lookup_max, settings.prompt_lookup_min, per_match=0)
 
 
 METHOD = DraftMethod(

@@ -1,4 +1,4 @@
-"""The longest suffix that occurs earlier is found, and as many tokens drafted as match."""
+"""The longest suffix that occurs earlier is found, and two tokens drafted for each that matches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slow_drafts(tokens: list[int], min_match: int, count: int) -> list[int]:
         for end in range(matched - 1, last):
             if tokens[end + 1 - matched : end + 1] == tokens[-matched:]:
                 longer = list(tokens)
-                for i in range(min(count, matched)):
+                for i in range(min(count, 2 * matched)):
                     longer.append(longer[end + 1 + i])
                 return longer[len(tokens) :]
     return []
@@ -62,19 +62,19 @@ def test_drafts_are_those_of_the_definition(tokens: list[int], min_match: int, c
 @pytest.mark.parametrize(
     ("tokens", "drafts"),
     [
-        ([1, 2, 3, 9, 1, 2], [3, 9]),  # as many as match
-        ([1, 2, 3, 9, 8, 7, 1, 2, 3], [9, 8, 7]),
-        ([1, 2, 4, 0, 1, 2, 5, 0, 9, 1, 2], [4, 0]),  # the first
-        ([5, 1, 2, 3, 6, 8, 1, 2, 4, 5, 1, 2], [3, 6, 8]),  # the longest
-        ([7, 7, 7], [7, 7]),  # past the end it repeats
+        ([1, 2, 3, 9, 8, 7, 1, 2], [3, 9, 8, 7]),  # two for each that matches
+        ([1, 2, 3, 9, 8, 7, 6, 5, 1, 2, 3], [9, 8, 7, 6, 5]),
+        ([1, 2, 4, 0, 1, 2, 5, 0, 9, 1, 2], [4, 0, 1, 2]),  # the first
+        ([5, 1, 2, 3, 6, 8, 1, 2, 4, 5, 1, 2], [3, 6, 8, 1, 2]),  # the longest
+        ([7, 7, 7], [7, 7, 7, 7]),  # past the end it repeats
         ([1, 2, 1], []),  # one token is not enough
         ([1, 2, 3], []),
         ([1], []),
     ],
 )
 def test_drafts(tokens: list[int], drafts: list[int]) -> None:
-    assert slow_drafts(tokens, 2, 3) == drafts
-    assert SuffixDrafter(2).propose([chunk(sequence(tokens), 3)]) == [drafts]
+    assert slow_drafts(tokens, 2, 5) == drafts
+    assert SuffixDrafter(2).propose([chunk(sequence(tokens), 5)]) == [drafts]
 
 
 def test_text_without_repetition_drafts_next_to_nothing() -> None:
@@ -118,7 +118,7 @@ def test_the_longest_match_counts_whether_in_the_text_or_in_outputs() -> None:
     finish(drafter, earlier, FinishReason.STOP)
     for tokens, drafts, from_outputs in (
         ([1, 2, 3], [4, 5, 6], {0}),
-        ([8, 1, 2, 7, 1, 2], [7, 1], set()),  # as long in the text itself
+        ([8, 1, 2, 7, 1, 2], [7, 1, 2], set()),  # as long in the text itself
         ([8, 1, 2, 7, 0, 1, 2, 3], [4, 5, 6], {0}),
         ([6, 3], [], set()),  # too short
     ):
