@@ -96,9 +96,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     method: Annotated[
         str,
         Setting(
-            "`ngram`, prompt lookup; `self`, the model's own first layers; `draft_model`, a "
-            "smaller model with the same vocabulary; `eagle3`, a head trained for the model "
-            "(arXiv:2503.01840).",
+            "`ngram`, prompt lookup; `suffix`, the same with the longest match; `self`, the "
+            "model's own first layers; `draft_model`, a smaller model with the same "
+            "vocabulary; `eagle3`, a head trained for the model (arXiv:2503.01840).",
             former="drafter",
         ),
     ] = "ngram"
@@ -125,8 +125,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         Count, Setting("For `ngram`: the longest n-gram to match.", former="max_match")
     ] = 4
     prompt_lookup_min: Annotated[
-        Count, Setting("For `ngram`: the shortest n-gram to match.", former="min_match")
+        Count,
+        Setting("For `ngram` and `suffix`: the shortest n-gram to match.", former="min_match"),
     ] = 2
+    suffix_decoding_max_cached_tokens: Annotated[
+        int,
+        Meta(ge=0, le=10_000_000),
+        Setting(
+            "For `suffix`: draft from earlier outputs, too, of requests with the same "
+            "`cache_salt`; so many tokens of them are kept, at half a kilobyte of host memory "
+            "each, those of the most recently used salts. 0 keeps none. With a GPU they serve "
+            "requests with structured output, DRY, `no_repeat_ngram_size` or bad words of several "
+            "tokens."
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         _check_fields(self, "speculative_config.")

@@ -254,7 +254,7 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """A snapshot of what the engine has counted and measured."""
-        return self.recorder.snapshot(self.stats(), self._counts.num_accepted_at)
+        return self.recorder.snapshot(self.stats(), self._counts)
 
     def _group_of(self, sequence: Sequence) -> SequenceGroup:
         """The group of a request: its sequence, or its beams."""

@@ -381,6 +381,7 @@ COMPILED = {
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {},
+    "suffix": {},
     "self": {"num_layers": 1},
     "draft_model": {"model": "small"},
     "eagle3": {"model": "head"},
