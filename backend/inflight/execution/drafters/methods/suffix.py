@@ -30,6 +30,9 @@ the cost of a row at 2 to 5 % of a step, two yields more in edits, quotations an
 _MAX_DEVICE_MATCH = 32
 """Tokens that a GPU compares at each place; a longer match says little more. Above MAX_DRAFTS."""
 
+_TOKENS_AT_ONCE = 4096
+"""Of a sequence in a step, some 8 ms: others wait for it. Longer prompts have drafts later."""
+
 
 class SuffixDrafter:
     """Follows each sequence with a suffix automaton of its tokens.
@@ -65,7 +68,8 @@ class SuffixDrafter:
 
     def _drafts(self, sequence: Sequence, count: int) -> list[int]:
         text = self._texts.setdefault(sequence.request_id, _Text())
-        text.follow(sequence.token_ids)
+        if not text.follow(sequence.token_ids):
+            return []
         if self._outputs is not None:
             text.cached.follow(
                 sequence.token_ids, self._outputs.automata_of(sequence.request.cache_salt)
@@ -92,12 +96,14 @@ class _Text:
         self.match = Match()
         self.cached = CachedMatches()
 
-    def follow(self, token_ids: list[int]) -> None:
-        """Take in the new tokens."""
+    def follow(self, token_ids: list[int]) -> bool:
+        """Take in the new tokens, up to _TOKENS_AT_ONCE; returns whether these were all."""
         automaton, match = self.automaton, self.match
-        for token in token_ids[len(automaton.tokens) :]:
+        first = len(automaton.tokens)
+        for token in token_ids[first : first + _TOKENS_AT_ONCE]:
             automaton.advance(match, token)
             automaton.append(token)
+        return len(automaton.tokens) == len(token_ids)
 
 
 def continuation(tokens: array[int], begin: int, count: int) -> list[int]:

@@ -86,6 +86,12 @@ def test_text_without_repetition_drafts_next_to_nothing() -> None:
     assert num_drafts < 0.01 * 2000
 
 
+def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
+    one, drafter = sequence([1, 2, 3] + [9] * 9000 + [1, 2]), SuffixDrafter(2)
+    found = [drafter.propose([chunk(one, 1)])[0] for _ in range(3)]
+    assert found == [[], [], [3]]
+
+
 def test_a_drafter_follows_its_sequences() -> None:
     drafter = SuffixDrafter(1)
     sequences = [sequence([i, 5, i], i) for i in range(3)]
