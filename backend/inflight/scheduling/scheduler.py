@@ -20,6 +20,11 @@ order of admission; when the pool is exhausted, the most recently admitted one i
 possibly the requester. So the first running group always advances, or a commit is due that allows
 it to; once it has finished, the next one is first.
 
+Nor does a group starve. The queue (`scheduling.waiting_queue`) names one group to admit next, which
+none overtakes: while it lacks blocks, those that run end. A preempted group returns to the front of
+its tenant's queue, so only other tenants can be admitted before it, and as each of them is charged
+and it is not, its tenant is next after a bounded number of tokens.
+
 The unit of queueing, running and preemption is a `SequenceGroup`: a single sequence, or the beams
 of a search. Beams select their next tokens in one step: preempted ones are first recomputed up to
 their last token, their common prefix once. Beams that diverge share their blocks, full or not; the
@@ -31,15 +36,18 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from inflight.core.batch import Batch, Chunk, Committed, StepOutput
-from inflight.core.request import Candidate
+from inflight.core.request import Candidate, PriorityClass
 from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.errors import CapacityError, EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.layout import KVTables
+from inflight.scheduling.waiting_queue import WaitingQueue
+
+QUEUE_LIMITS = ("max_waiting", "max_waiting_tokens")
 
 
 class Scheduler:
@@ -56,6 +64,8 @@ class Scheduler:
         max_num_batched_tokens: maximum tokens in a step; also limits the running sequences.
         max_prefill_chunk: maximum tokens of one prompt in a step; None for the whole budget.
         max_waiting: maximum queued requests.
+        max_waiting_tokens: maximum prompt tokens of queued requests; None for no limit.
+        class_weights: shares of the priority classes; None for equal ones.
         enable_prefix_caching: reuse blocks of equal prefixes.
         max_draft_tokens: maximum draft tokens in a step, assigned in order of admission.
         max_rows: maximum rows of logits in a step; None for no limit. A prompt with requested
@@ -66,6 +76,7 @@ class Scheduler:
     Attributes:
         max_num_seqs: maximum running sequences.
         num_preemptions: how often a running sequence was preempted.
+        num_refused: requests that `add` refused, by the limit: one of QUEUE_LIMITS.
         num_prompt_tokens: tokens in the prompts admitted so far.
         num_cached_tokens: those of them that came from the prefix cache.
         lacks_blocks: whether the last step could not admit the head of the queue, for it needs more
@@ -81,12 +92,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
         max_waiting: int = 1024,
+        max_waiting_tokens: int | None = None,
+        class_weights: Mapping[PriorityClass, int] | None = None,
         enable_prefix_caching: bool = True,
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
         kv_tables: KVTables | None = None,
     ) -> None:
         self.num_preemptions = 0
+        self.num_refused = dict.fromkeys(QUEUE_LIMITS, 0)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.lacks_blocks = False
@@ -97,9 +111,10 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
         self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
         self._max_draft_tokens = max_draft_tokens
         self._max_rows = sys.maxsize if max_rows is None else max_rows
-        self._waiting: OrderedDict[int, SequenceGroup] = OrderedDict()
+        self._waiting = WaitingQueue(class_weights)
         self._running: OrderedDict[int, SequenceGroup] = OrderedDict()  # in order of admission
         self._suspended: dict[int, SequenceGroup] = {}
         self._num_batch_slots = 0  # of the running sequences
@@ -107,9 +122,9 @@ class Scheduler:
         self._admitted: set[int] = set()  # known requests that have run before
 
     @property
-    def waiting(self) -> Collection[SequenceGroup]:
-        """Live view, next to be admitted first."""
-        return self._waiting.values()
+    def waiting(self) -> WaitingQueue:
+        """The queue, to look at."""
+        return self._waiting
 
     @property
     def running(self) -> Collection[SequenceGroup]:
@@ -126,19 +141,38 @@ class Scheduler:
         """Blocks that no sequence owns; some of them may hold cached prefixes."""
         return self._pool.num_free
 
-    def add(self, group: SequenceGroup) -> None:
+    def add(self, group: SequenceGroup, retry_after_s: int = 1) -> None:
         """Queue a new request, which must fit into the whole pool.
 
+        Only prompts count as waiting tokens: they are known, they are what a later request waits
+        for before its own first token, and they take memory. The output that a request allows is
+        mostly a default, or whatever the context leaves.
+
+        Args:
+            group: the request's.
+            retry_after_s: what a refusal tells the client.
+
         Raises:
-            CapacityError: the queue is full.
+            CapacityError: too many requests or tokens are waiting. A prompt that exceeds the limit
+                by itself is accepted if nothing waits: later would be no better.
         """
-        if len(self._waiting) >= self._max_waiting:
+        num_waiting = len(self._waiting)
+        num_tokens = sum(self._waiting.num_tokens.values())
+        limit = self._max_waiting_tokens
+        if num_waiting >= self._max_waiting:
+            self.num_refused["max_waiting"] += 1
             raise CapacityError(
-                f"{len(self._waiting)} requests are waiting (max_waiting is {self._max_waiting}); "
-                "retry later"
+                f"{num_waiting} requests are waiting (max_waiting is {self._max_waiting}); "
+                f"retry in {retry_after_s} s"
+            )
+        if limit is not None and num_waiting and num_tokens + group.num_prompt_tokens > limit:
+            self.num_refused["max_waiting_tokens"] += 1
+            raise CapacityError(
+                f"{num_tokens} prompt tokens are waiting (max_waiting_tokens is {limit}) and this "
+                f"prompt has {group.num_prompt_tokens}; retry in {retry_after_s} s"
             )
         group.status = Status.WAITING
-        self._waiting[group.request_id] = group
+        self._waiting.push(group)
 
     def schedule(self) -> Batch:
         """Plan one step: running sequences first, then new ones while there is capacity.
@@ -158,7 +192,7 @@ class Scheduler:
             lengths.append(self._prefill_share(sequence, budget))
             budget -= lengths[-1]
         cached: list[Copy] = []  # copies for those that are admitted
-        # A sequence preempted in this step is at the head of the queue, which is never overtaken.
+        # The blocks that a sequence lost in this step are for the one that took them.
         self.lacks_blocks = self.num_preemptions > preempted
         if not self.lacks_blocks:
             budget = self._admit_waiting(prefills, lengths, budget, cached)
@@ -222,8 +256,14 @@ class Scheduler:
 
         An admitted request's first chunk is appended to `prefills`, with its budget.
         """
-        while self._waiting and budget:
-            group = next(iter(self._waiting.values()))
+        is_charged = False
+        while self._waiting and budget and self._num_batch_slots < self.max_num_seqs:
+            # Only where it decides something: a pass over the running groups is not for every step.
+            if not is_charged and self._waiting.has_choice:
+                for group in self._running.values():
+                    self._charge_output(group)
+                is_charged = True
+            group = self._waiting.head
             if self._num_batch_slots + group.width > self.max_num_seqs:
                 break
             needed = self._tables.admit(group)
@@ -469,7 +509,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _run(self, group: SequenceGroup, num_cached: int) -> None:
-        del self._waiting[group.request_id]
+        self._waiting.remove(group)
         self._running[group.request_id] = group
         group.status = Status.RUNNING
         self._num_batch_slots += group.width
@@ -478,6 +518,15 @@ class Scheduler:
             group.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
             self.num_prompt_tokens += group.num_prompt_tokens
+            self._waiting.charge(group, group.num_prompt_tokens - num_cached)
+
+    def _charge_output(self, group: SequenceGroup) -> None:
+        """Charge a group's tenant for the output tokens since the last time."""
+        # A search counts its output only at the end; each of its steps computes all beams.
+        num_tokens = group.num_output_tokens or group.num_steps * group.width
+        if num_tokens > group.num_charged:
+            self._waiting.charge(group, num_tokens - group.num_charged)
+            group.num_charged = num_tokens
 
     def _remove(self, group: SequenceGroup) -> None:
         """Remove a group from queue or batch and release its blocks, the only way to do so.
@@ -487,13 +536,13 @@ class Scheduler:
         if self._running.pop(group.request_id, None) is not None:
             self._tables.free(group)
             self._num_batch_slots -= group.width
-        self._waiting.pop(group.request_id, None)
+            self._charge_output(group)
+        self._waiting.remove(group)
         self._suspended.pop(group.request_id, None)
 
     def _requeue(self, group: SequenceGroup) -> None:
         group.status = Status.WAITING
-        self._waiting[group.request_id] = group
-        self._waiting.move_to_end(group.request_id, last=False)
+        self._waiting.push_front(group)
 
 
 def _num_before_scores(sequence: Sequence) -> int | None:
