@@ -68,6 +68,8 @@ class Request(msgspec.Struct, frozen=True):
         return_timing: whether its last event reports where its time went.
         tenant: waiting requests of different tenants get equal shares of the tokens of their class.
         priority_class: its class.
+        deadline_ms: milliseconds from its arrival after which nothing is computed for it; None for
+            no deadline.
     """
 
     request_id: int
@@ -82,6 +84,7 @@ class Request(msgspec.Struct, frozen=True):
     return_timing: bool = False
     tenant: str = ""
     priority_class: PriorityClass = PriorityClass.INTERACTIVE
+    deadline_ms: int | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -32,14 +32,12 @@ class SequenceGroup(ABC):
         num_steps: committed steps that sampled tokens for it.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
         num_preemptions: how often it was preempted.
-        num_charged: output tokens that its tenant was charged for.
     """
 
     __slots__ = (
         "cumulative_logprob",
         "finish_reason",
         "num_cached_tokens",
-        "num_charged",
         "num_preemptions",
         "num_prompt_tokens",
         "num_steps",
@@ -60,7 +58,6 @@ class SequenceGroup(ABC):
         self.num_steps = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.num_charged = 0
 
     @property
     @abstractmethod

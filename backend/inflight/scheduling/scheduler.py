@@ -119,7 +119,8 @@ class Scheduler:
         self._suspended: dict[int, SequenceGroup] = {}
         self._num_batch_slots = 0  # of the running sequences
         self._fork_ids = itertools.count(-2, -1)  # negative: no request has such an id
-        self._admitted: set[int] = set()  # known requests that have run before
+        # Of known requests that have run: the output tokens that were charged so far.
+        self._charged: dict[int, int] = {}
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -386,7 +387,7 @@ class Scheduler:
         """End a group of any status and free its blocks. A second time does nothing."""
         if group.status is not Status.FINISHED:
             self._remove(group)
-            self._admitted.discard(group.request_id)
+            self._charged.pop(group.request_id, None)
             group.status = Status.FINISHED
 
     def suspend(self, group: SequenceGroup) -> None:
@@ -513,20 +514,21 @@ class Scheduler:
         self._running[group.request_id] = group
         group.status = Status.RUNNING
         self._num_batch_slots += group.width
-        if group.request_id not in self._admitted:
-            self._admitted.add(group.request_id)
+        if group.request_id not in self._charged:
+            self._charged[group.request_id] = 0
             group.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
             self.num_prompt_tokens += group.num_prompt_tokens
             self._waiting.charge(group, group.num_prompt_tokens - num_cached)
 
     def _charge_output(self, group: SequenceGroup) -> None:
-        """Charge a group's tenant for the output tokens since the last time."""
+        """Charge for the output tokens of a running group since the last time."""
         # A search counts its output only at the end; each of its steps computes all beams.
         num_tokens = group.num_output_tokens or group.num_steps * group.width
-        if num_tokens > group.num_charged:
-            self._waiting.charge(group, num_tokens - group.num_charged)
-            group.num_charged = num_tokens
+        charged = self._charged[group.request_id]
+        if num_tokens > charged:
+            self._waiting.charge(group, num_tokens - charged)
+            self._charged[group.request_id] = num_tokens
 
     def _remove(self, group: SequenceGroup) -> None:
         """Remove a group from queue or batch and release its blocks, the only way to do so.

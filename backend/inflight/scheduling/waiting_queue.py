@@ -36,13 +36,14 @@ class WaitingQueue(Collection[SequenceGroup]):
     def __init__(self, weights: Mapping[PriorityClass, int] | None = None) -> None:
         self.num_requests = dict.fromkeys(PriorityClass, 0)
         self.num_tokens = dict.fromkeys(PriorityClass, 0)
+        self._size = 0
         self._queues: dict[_Key, OrderedDict[int, SequenceGroup]] = {}  # none is empty
         self._classes = VirtualCounters(weights)
         self._tenants = {one: VirtualCounters() for one in PriorityClass}
         self._head: SequenceGroup | None = None  # until something changes
 
     def __len__(self) -> int:
-        return sum(self.num_requests.values())
+        return self._size
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         for queue in self._queues.values():
@@ -77,6 +78,7 @@ class WaitingQueue(Collection[SequenceGroup]):
             self._classes.enter(priority)
             self._tenants[priority].enter(tenant)
         queue[group.request_id] = group
+        self._size += 1
         self.num_requests[priority] += 1
         self.num_tokens[priority] += group.num_prompt_tokens
         self._head = None
@@ -92,6 +94,7 @@ class WaitingQueue(Collection[SequenceGroup]):
         queue = self._queues.get(key)
         if queue is None or queue.pop(group.request_id, None) is None:
             return
+        self._size -= 1
         self.num_requests[priority] -= 1
         self.num_tokens[priority] -= group.num_prompt_tokens
         if not queue:
