@@ -28,6 +28,8 @@ class PriorityClass(enum.StrEnum):
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
+    __hash__ = str.__hash__  # that of enums is Python code, and the scheduler's time counts
+
 
 def check_length(num_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
     """Check that a prompt fits the model's context, with room for one output token unless

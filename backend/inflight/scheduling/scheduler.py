@@ -45,7 +45,7 @@ from inflight.errors import CapacityError, EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.layout import KVTables
-from inflight.scheduling.waiting_queue import WaitingQueue
+from inflight.scheduling.waiting_queue import QueueKey, WaitingQueue, key_of
 
 QUEUE_LIMITS = ("max_waiting", "max_waiting_tokens")
 
@@ -121,6 +121,7 @@ class Scheduler:
         self._fork_ids = itertools.count(-2, -1)  # negative: no request has such an id
         # Of known requests that have run: the output tokens that were charged so far.
         self._charged: dict[int, int] = {}
+        self._is_charged = True  # all output since the last commit
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -173,6 +174,7 @@ class Scheduler:
                 f"prompt has {group.num_prompt_tokens}; retry in {retry_after_s} s"
             )
         group.status = Status.WAITING
+        self._charge_before(group)
         self._waiting.push(group)
 
     def schedule(self) -> Batch:
@@ -257,13 +259,9 @@ class Scheduler:
 
         An admitted request's first chunk is appended to `prefills`, with its budget.
         """
-        is_charged = False
         while self._waiting and budget and self._num_batch_slots < self.max_num_seqs:
-            # Only where it decides something: a pass over the running groups is not for every step.
-            if not is_charged and self._waiting.has_choice:
-                for group in self._running.values():
-                    self._charge_output(group)
-                is_charged = True
+            if self._waiting.has_choice:
+                self._charge_output()
             group = self._waiting.head
             if self._num_batch_slots + group.width > self.max_num_seqs:
                 break
@@ -313,6 +311,7 @@ class Scheduler:
         Raises:
             EngineError: the runner returned no token for a sequence, or more than requested.
         """
+        self._is_charged = False
         committed: list[Committed] = []
         size = self._pool.block_size
         errors, candidates = output.errors, output.candidates
@@ -519,16 +518,33 @@ class Scheduler:
             group.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
             self.num_prompt_tokens += group.num_prompt_tokens
-            self._waiting.charge(group, group.num_prompt_tokens - num_cached)
+            self._waiting.charge(key_of(group), group.num_prompt_tokens - num_cached)
 
-    def _charge_output(self, group: SequenceGroup) -> None:
-        """Charge for the output tokens of a running group since the last time."""
-        # A search counts its output only at the end; each of its steps computes all beams.
-        num_tokens = group.num_output_tokens or group.num_steps * group.width
-        charged = self._charged[group.request_id]
-        if num_tokens > charged:
-            self._waiting.charge(group, num_tokens - charged)
-            self._charged[group.request_id] = num_tokens
+    def _charge_before(self, group: SequenceGroup) -> None:
+        """Charge for the output of running groups, if it matters to one that is about to wait."""
+        if self._waiting.starts(group):
+            self._charge_output()
+
+    def _charge_output(self) -> None:
+        """Charge for the output of all running groups since the last time.
+
+        Done where the queue depends on it, at arrivals and admissions: a pass over the running
+        groups is nothing for every step.
+        """
+        if self._is_charged:
+            return
+        self._is_charged = True
+        tokens: dict[QueueKey, int] = {}
+        charged = self._charged
+        for request_id, group in self._running.items():
+            num_tokens = _num_output_tokens(group)
+            before = charged[request_id]
+            if num_tokens > before:
+                charged[request_id] = num_tokens
+                key = key_of(group)
+                tokens[key] = tokens.get(key, 0) + num_tokens - before
+        for key, count in tokens.items():
+            self._waiting.charge(key, count)
 
     def _remove(self, group: SequenceGroup) -> None:
         """Remove a group from queue or batch and release its blocks, the only way to do so.
@@ -538,12 +554,15 @@ class Scheduler:
         if self._running.pop(group.request_id, None) is not None:
             self._tables.free(group)
             self._num_batch_slots -= group.width
-            self._charge_output(group)
+            num_tokens = _num_output_tokens(group)
+            self._waiting.charge(key_of(group), num_tokens - self._charged[group.request_id])
+            self._charged[group.request_id] = num_tokens
         self._waiting.remove(group)
         self._suspended.pop(group.request_id, None)
 
     def _requeue(self, group: SequenceGroup) -> None:
         group.status = Status.WAITING
+        self._charge_before(group)
         self._waiting.push_front(group)
 
 
@@ -557,6 +576,12 @@ def _num_before_scores(sequence: Sequence) -> int | None:
     if sequence.num_scored >= sequence.num_prompt_tokens:
         return None
     return max(0, sequence.num_scored - 1 - sequence.num_computed)
+
+
+def _num_output_tokens(group: SequenceGroup) -> int:
+    """Committed output tokens that were computed: for a search, whose output is known only at its
+    end, of all beams."""
+    return group.num_output_tokens or group.num_steps * group.width
 
 
 def _num_to_prefill(sequence: Sequence) -> int:

@@ -19,11 +19,20 @@ from inflight.core.request import PriorityClass
 from inflight.core.sequence import SequenceGroup
 from inflight.scheduling.virtual_counters import VirtualCounters
 
-_Key = tuple[PriorityClass, str]
+QueueKey = tuple[PriorityClass, str]
+"""A tenant in a class."""
+
+
+def key_of(group: SequenceGroup) -> QueueKey:
+    """Whose queue a group waits in, and who is charged for it."""
+    return group.request.priority_class, group.request.tenant
 
 
 class WaitingQueue(Collection[SequenceGroup]):
     """Waiting groups. Iterating over it gives each tenant's in order, one tenant after another.
+
+    Who charges may be late, as long as all is charged before something depends on it: `has_choice`
+    says so for `head`, and `starts` for `push` and `push_front`.
 
     Args:
         weights: shares of the priority classes; equal ones by default.
@@ -37,10 +46,12 @@ class WaitingQueue(Collection[SequenceGroup]):
         self.num_requests = dict.fromkeys(PriorityClass, 0)
         self.num_tokens = dict.fromkeys(PriorityClass, 0)
         self._size = 0
-        self._queues: dict[_Key, OrderedDict[int, SequenceGroup]] = {}  # none is empty
+        self._queues: dict[QueueKey, OrderedDict[int, SequenceGroup]] = {}  # none is empty
         self._classes = VirtualCounters(weights)
         self._tenants = {one: VirtualCounters() for one in PriorityClass}
         self._head: SequenceGroup | None = None  # until something changes
+        self._first_key: QueueKey | None = None
+        self._has_others = False  # whether anyone but the first one was ever here
 
     def __len__(self) -> int:
         return self._size
@@ -52,7 +63,7 @@ class WaitingQueue(Collection[SequenceGroup]):
     def __contains__(self, group: object) -> bool:
         if not isinstance(group, SequenceGroup):
             return False
-        return group.request_id in self._queues.get(_key(group), ())
+        return group.request_id in self._queues.get(key_of(group), ())
 
     @property
     def head(self) -> SequenceGroup:
@@ -69,11 +80,19 @@ class WaitingQueue(Collection[SequenceGroup]):
         """Whether `head` depends on what was charged since it was last known."""
         return self._head is None and len(self._queues) > 1
 
+    def starts(self, group: SequenceGroup) -> bool:
+        """Whether a group would be the first in its queue, which then begins where others are by
+        what they were charged. There may be no others."""
+        key = key_of(group)
+        return key not in self._queues and (self._has_others or key != self._first_key)
+
     def push(self, group: SequenceGroup) -> None:
         """Append a group to its tenant's queue."""
-        key = priority, tenant = _key(group)
+        key = priority, tenant = key_of(group)
         queue = self._queues.get(key)
         if queue is None:
+            self._first_key = self._first_key or key
+            self._has_others = self._has_others or key != self._first_key
             queue = self._queues[key] = OrderedDict()
             self._classes.enter(priority)
             self._tenants[priority].enter(tenant)
@@ -86,11 +105,11 @@ class WaitingQueue(Collection[SequenceGroup]):
     def push_front(self, group: SequenceGroup) -> None:
         """Put a group that has run before at the front of its tenant's queue."""
         self.push(group)
-        self._queues[_key(group)].move_to_end(group.request_id, last=False)
+        self._queues[key_of(group)].move_to_end(group.request_id, last=False)
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a group out, wherever it is; does nothing if it does not wait."""
-        key = priority, tenant = _key(group)
+        key = priority, tenant = key_of(group)
         queue = self._queues.get(key)
         if queue is None or queue.pop(group.request_id, None) is None:
             return
@@ -104,13 +123,9 @@ class WaitingQueue(Collection[SequenceGroup]):
                 self._classes.leave(priority)
         self._head = None
 
-    def charge(self, group: SequenceGroup, num_tokens: int) -> None:
-        """So many tokens were computed for a group, on account of its class and its tenant."""
-        priority, tenant = _key(group)
+    def charge(self, key: QueueKey, num_tokens: int) -> None:
+        """So many tokens were computed for groups of this class and tenant."""
+        priority, tenant = key
         self._classes.charge(priority, num_tokens)
         self._tenants[priority].charge(tenant, num_tokens)
         self._head = None
-
-
-def _key(group: SequenceGroup) -> _Key:
-    return group.request.priority_class, group.request.tenant

@@ -8,9 +8,10 @@ import pytest
 
 from fake_runner import PagedRunner
 from inflight.core.request import PriorityClass
-from inflight.core.sequence import Sequence, SequenceGroup
+from inflight.core.sequence import Sequence
 from inflight.errors import CapacityError
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.waiting_queue import QueueKey
 from scheduling import beam_search, lengths, prompt, run_all, scheduler, search_step, sequence, step
 
 BATCH, INTERACTIVE = PriorityClass.BATCH, PriorityClass.INTERACTIVE
@@ -30,14 +31,14 @@ def backlogged(plan: Scheduler, counts: dict[str, int], max_tokens: dict[str, in
             plan.add(sequence(request_id, ids, max_tokens[tenant], tenant=tenant))
 
 
-def charges_of(plan: Scheduler) -> Counter[int]:
-    """Tokens charged from now on, by request."""
-    charged: Counter[int] = Counter()
+def charges_of(plan: Scheduler) -> Counter[str]:
+    """Tokens charged from now on, by tenant."""
+    charged: Counter[str] = Counter()
     charge = plan.waiting.charge
 
-    def count(group: SequenceGroup, num_tokens: int) -> None:
-        charged[group.request_id] += num_tokens
-        charge(group, num_tokens)
+    def count(key: QueueKey, num_tokens: int) -> None:
+        charged[key[1]] += num_tokens
+        charge(key, num_tokens)
 
     plan.waiting.charge = count  # type: ignore[method-assign]
     return charged
@@ -82,7 +83,25 @@ def test_output_counts_before_its_request_has_ended(fake: PagedRunner) -> None:
         order += [one for one in lengths(step(plan, fake)) if one not in order]
     # When b's first has ended, it has used 21 tokens and a 16: a is next, but only once.
     assert order == [1, 2, 3, 4, 5]
-    assert 3 + 12 <= charged[1] < 3 + 40
+    assert 3 + 12 <= charged["a"] < 3 + 40
+
+
+@pytest.mark.parametrize("num_waiting", [0, 9])
+def test_a_tenant_that_was_idle_gets_half_from_then_on_and_no_more(
+    fake: PagedRunner, num_waiting: int
+) -> None:
+    """What the other one used alone is not a debt, also if it has not been charged yet."""
+    plan = scheduler(max_num_seqs=2)
+    for request_id in range(1, 3 + num_waiting):
+        plan.add(sequence(request_id, prompt(2, start=9 * request_id), 25, tenant="a"))
+    for _ in range(20):
+        step(plan, fake)
+    backlogged(plan, {"a": 90, "b": 90}, {"a": 3, "b": 3})
+    while any(one.max_tokens == 25 for one in (*plan.running, *plan.waiting)):
+        step(plan, fake)
+    assert num_waiting > 0 or len(plan.waiting) > 170
+    tokens, _ = served(plan, fake, 60)
+    assert tokens["a"] == pytest.approx(tokens["b"], abs=2 * 8)
 
 
 def test_a_cached_prompt_costs_what_is_computed(fake: PagedRunner) -> None:
@@ -107,7 +126,7 @@ def test_a_beam_search_costs_the_tokens_of_all_beams(fake: PagedRunner) -> None:
     plan.add(group)
     while not group.is_finished:
         search_step(plan, fake, group)
-    assert charged == {1: 2 + 3 * 5}
+    assert charged == {"": 2 + 3 * 5}
 
 
 def test_classes_share_the_tokens_by_weight(fake: PagedRunner) -> None:
@@ -138,17 +157,17 @@ def test_a_preempted_group_is_the_first_of_its_tenant_and_not_charged_again() ->
     plan = scheduler(num_blocks=9)
     charged = charges_of(plan)
     young = preempted(plan, fake)
-    assert charged[2] == 8 + young.num_output_tokens
-    before = charged[2]
+    before = charged["b"]
+    assert before == 8 + young.num_output_tokens
     later = sequence(3, prompt(4, start=9), 4, tenant="b")
     plan.add(later)
     assert list(plan.waiting) == [young, later]
     while young in plan.waiting:
         assert later in plan.waiting
         step(plan, fake)
-    assert charged[2] == before
+    assert charged["b"] <= before + 4, "the prompt of the later one"
     run_all(plan, fake)
-    assert charged == {1: 8 + 24, 2: 8 + 24, 3: 4 + 4}
+    assert charged == {"a": 8 + 24, "b": 8 + 24 + 4 + 4}
     assert young.num_preemptions
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inflight.core.request import PriorityClass
 from inflight.core.sequence import Sequence, SequenceGroup
-from inflight.scheduling.waiting_queue import WaitingQueue
+from inflight.scheduling.waiting_queue import WaitingQueue, key_of
 from scheduling import sequence
 
 BATCH, INTERACTIVE = PriorityClass.BATCH, PriorityClass.INTERACTIVE
@@ -27,7 +27,7 @@ def admit(queue: WaitingQueue) -> SequenceGroup:
     """Admit the head, whose prompt is its whole cost."""
     head = queue.head
     queue.remove(head)
-    queue.charge(head, head.num_prompt_tokens)
+    queue.charge(key_of(head), head.num_prompt_tokens)
     return head
 
 
@@ -70,7 +70,7 @@ def test_output_counts_like_prompts() -> None:
     queue.push(waiting(2, "talks"))
     queue.push(waiting(3, "asks"))
     admit(queue)
-    queue.charge(one, 3)
+    queue.charge(key_of(one), 3)
     for request_id in (4, 5, 6):
         queue.push(waiting(request_id, "asks"))
     assert admitted(queue) == [3, 4, 5, 6, 2]
@@ -175,7 +175,7 @@ class QueueMachine(RuleBasedStateMachine):
     def charge(self, data: st.DataObject, num_tokens: int) -> None:
         tenant = data.draw(st.sampled_from(self.tenants))
         priority = data.draw(st.sampled_from(self.classes))
-        self.queue.charge(waiting(0, tenant, priority), num_tokens)
+        self.queue.charge((priority, tenant), num_tokens)
 
     def _remove(self, one: SequenceGroup) -> None:
         key = one.request.priority_class, one.request.tenant
