@@ -20,10 +20,11 @@ order of admission; when the pool is exhausted, the most recently admitted one i
 possibly the requester. So the first running group always advances, or a commit is due that allows
 it to; once it has finished, the next one is first.
 
-Nor does a group starve. The queue (`scheduling.waiting_queue`) names one group to admit next, which
-none overtakes: while it lacks blocks, those that run end. A preempted group returns to the front of
-its tenant's queue, so only other tenants can be admitted before it, and as each of them is charged
-and it is not, its tenant is next after a bounded number of tokens.
+Nor does a group starve. The queue (`scheduling.waiting_queue`) names one group to admit next; while
+it lacks blocks, no smaller one is admitted, and those that run end. A preempted group returns to
+the front of its tenant's queue, so only other tenants can be admitted before it. Each of them is
+charged for that, and its own tenant only for what it still runs: after a bounded number of tokens
+it is next.
 
 The unit of queueing, running and preemption is a `SequenceGroup`: a single sequence, or the beams
 of a search. Beams select their next tokens in one step: preempted ones are first recomputed up to
