@@ -99,7 +99,8 @@ def test_a_stream_has_what_was_generated_before_its_deadline(idle: Serving) -> N
         found = list(stub.ModelStreamInfer(iter([sent]), timeout=60))
     assert "deadline_ms: the request was not complete 600 ms after" in found[-1].error_message
     counts = [outputs(one.infer_response).get("num_output_tokens", 0) for one in found[:-1]]
-    assert 0 < sum(counts) < 600 / STEP_MS
+    # A step that was launched before the deadline may end after it.
+    assert 0 < sum(counts) <= 600 / STEP_MS + 1
 
 
 def test_a_deadline_is_504_over_http(idle: Serving) -> None:
