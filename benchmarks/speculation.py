@@ -9,12 +9,14 @@ known, while all computation is done as usual. Reported: the speed-up over the s
 drafts, and that speed-up as a share of the tokens per step, 1 + accepted drafts.
 
 `copy`: a chat model repeats much of its prompt (code with a change, a quotation), with drafts from
-the text itself; one request at a time, greedy. A row counts only if all its runs, with and without
-drafts, produced equal ids: in bfloat16, outputs may diverge where two tokens are almost equally
-likely, and the runs then did different work. Such a row is reported as not counted, with the length
-of the prefix common to its outputs. The mean, `all`, is the total time of the counted rows without
-drafts over that with drafts. On a GPU, all rows are measured again with `batch_invariant`, where
-outputs are bitwise equal; each engine is compared with itself and has its own mean.
+the text itself, by each method that has such; one request at a time, greedy. A row counts only if
+all its runs, with and without drafts, produced equal ids: in bfloat16, outputs may diverge where
+two tokens are almost equally likely, and the runs then did different work. Such a row is reported
+as not counted, with the length of the prefix common to its outputs. The mean, `all`, is the total
+time of the counted rows without drafts over that with drafts. Methods are compared by the rows that
+count for both with equal ids: `speed_up` is then the total time with the first over that with the
+second. On a GPU, all rows are measured again with `batch_invariant`, where outputs are bitwise
+equal; each engine is compared with itself and has its own mean.
 
 Every case is run several times; the fastest run counts.
 """
@@ -62,7 +64,8 @@ SYNTHETIC += [
 SYNTHETIC += [(Row("bs256", 256, 128, 256), AUTO_DRAFTS, chance) for chance in (0.0, 0.3, 0.6, 0.9)]
 MUST_SHARE = {"bs1": 0.9, "bs8": 0.8}
 MAX_LOSS = 0.02
-MUST_COPY = {"cuda": 1.8, "cpu": 1.5}
+MUST_COPY = {"cuda": 1.8, "cpu": 1.5}  # with ngram
+METHODS = ("ngram", "suffix")  # those that draft from the text
 
 Rows = Iterator[tuple[dict[str, Any], dict[str, Any]]]
 """Each row, with the facts common to all rows."""
@@ -84,6 +87,7 @@ class Chance:
             wrong = torch.rand(count, device=state.chosen.device) >= self.right
             # In a step without prompts, rows are tokens; in one with prompts, drafts are ignored.
             state.token_ids[1 : count + 1] = state.chosen + wrong
+            state.drafts.clamp_(min=0)  # none is missing
             verify(step, state, num_chunks, **options)
 
         batch_state.end_step = end_step
@@ -217,12 +221,14 @@ class CopyRow:
         outputs: drafts of a request (0 or AUTO_DRAFTS) -> ids of each run, OUTPUT_LEN each.
         seconds: drafts of a request -> time of each run, from the first token to the last.
         num_accepted: drafts accepted in the last run with drafts.
+        num_drafted: drafts verified in it.
     """
 
     name: str
     outputs: dict[int, list[list[int]]]
     seconds: dict[int, list[float]]
     num_accepted: int
+    num_drafted: int = 0
 
     @property
     def shared_prefix(self) -> int:
@@ -246,6 +252,7 @@ class CopyRow:
             "plain_tok_s": round(timed / self.best(0), 1),
             "tok_s": round(timed / self.best(AUTO_DRAFTS), 1),
             "tokens_per_step": round(timed / (timed - self.num_accepted), 2),
+            "drafts_per_step": round(self.num_drafted / (timed - self.num_accepted), 2),
         }
         if self.is_counted:
             found["speed_up"] = round(self.best(0) / self.best(AUTO_DRAFTS), 3)
@@ -267,23 +274,44 @@ def mean(name: str, rows: Sequence[CopyRow], must: float | None = None) -> dict[
     return found
 
 
+def compare(name: str, first: Sequence[CopyRow], second: Sequence[CopyRow]) -> dict[str, Any]:
+    """Speed-up from one method to another, over the rows that both count with equal ids."""
+    pairs = [
+        (one, other)
+        for one, other in zip(first, second, strict=True)
+        if one.is_counted and other.is_counted and one.outputs[0][0] == other.outputs[0][0]
+    ]
+    found: dict[str, Any] = {"row": name}
+    if pairs:
+        before, after = (
+            sum(row.best(AUTO_DRAFTS) for row in rows) for rows in zip(*pairs, strict=True)
+        )
+        found["speed_up"] = round(before / after, 3)
+    found["counted"] = f"{len(pairs)} of {len(first)} rows"
+    return found
+
+
 def copy(model: str, device: str) -> Rows:
     facts = {"model": locate(model).name, "device": device}
     engines: dict[str, dict[str, Any]] = {"all": {}}
     if device == "cuda":
         engines["all, batch invariant"] = {"batch_invariant": True}
     for name, settings in engines.items():
-        rows = []
-        for row in copy_rows(model, device, settings):
-            rows.append(row)
-            yield row.cells() | settings, facts
-        # The bar for a release applies to the engine as it is served.
-        must = None if settings else MUST_COPY[device]
-        yield mean(name, rows, must) | settings, facts
+        rows: dict[str, list[CopyRow]] = {method: [] for method in METHODS}
+        for method in METHODS:
+            drafter = {"method": method}
+            for row in copy_rows(model, device, method, settings):
+                rows[method].append(row)
+                yield row.cells() | drafter | settings, facts
+            # The bar for a release applies to the engine as it is served.
+            must = None if settings or method != METHODS[0] else MUST_COPY[device]
+            yield mean(name, rows[method], must) | drafter | settings, facts
+        both = " to ".join(METHODS)
+        yield compare(name, *rows.values()) | {"method": both} | settings, facts
 
 
-def copy_rows(model: str, device: str, settings: dict[str, Any]) -> Iterator[CopyRow]:
-    """Run the tasks one after the other on an engine with these settings."""
+def copy_rows(model: str, device: str, method: str, settings: dict[str, Any]) -> Iterator[CopyRow]:
+    """Run the tasks one after the other on an engine with this method and these settings."""
     tokenizer = Tokenizer.load(locate(model))
     config = EngineConfig(
         model=model,
@@ -291,7 +319,7 @@ def copy_rows(model: str, device: str, settings: dict[str, Any]) -> Iterator[Cop
         num_blocks=1024,
         enable_prefix_caching=False,
         speculative_config=SpeculativeConfig(
-            num_speculative_tokens=8 if device == "cuda" else 5, default="off"
+            method=method, num_speculative_tokens=8 if device == "cuda" else 5, default="off"
         ),
         **settings,
     )
@@ -303,11 +331,13 @@ def copy_rows(model: str, device: str, settings: dict[str, Any]) -> Iterator[Cop
         for _ in range(1 + NUM_RUNS):
             for drafts in (0, AUTO_DRAFTS):
                 request = Request(1, prompt, params, speculation=drafts)
-                before = engine.stats().num_accepted_tokens
+                before = engine.stats()
                 seconds, ids = decode(engine, request)
                 row.seconds[drafts].append(seconds)
                 row.outputs[drafts].append(ids)
-                row.num_accepted = engine.stats().num_accepted_tokens - before
+                after = engine.stats()
+                row.num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+                row.num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
         yield row
 
 

@@ -56,6 +56,7 @@ Model = Annotated[
 ModelName = Annotated[str, Meta(description=f"up to {MAX_MODEL_NAME} characters, all printable")]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0.01, le=0.99)]
+Milliseconds = Annotated[float, Meta(ge=1, le=60_000)]
 ByDevice = Annotated[int, Meta(ge=0, description="1 or more, or 0 for the default of the device")]
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -95,9 +96,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     method: Annotated[
         str,
         Setting(
-            "`ngram`, prompt lookup; `self`, the model's own first layers; `draft_model`, a "
-            "smaller model with the same vocabulary; `eagle3`, a head trained for the model "
-            "(arXiv:2503.01840).",
+            "`ngram`, prompt lookup; `suffix`, the same with the longest match; `self`, the "
+            "model's own first layers; `draft_model`, a smaller model with the same "
+            "vocabulary; `eagle3`, a head trained for the model (arXiv:2503.01840).",
             former="drafter",
         ),
     ] = "ngram"
@@ -124,8 +125,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         Count, Setting("For `ngram`: the longest n-gram to match.", former="max_match")
     ] = 4
     prompt_lookup_min: Annotated[
-        Count, Setting("For `ngram`: the shortest n-gram to match.", former="min_match")
+        Count,
+        Setting("For `ngram` and `suffix`: the shortest n-gram to match.", former="min_match"),
     ] = 2
+    suffix_decoding_max_cached_tokens: Annotated[
+        int,
+        Meta(ge=0, le=10_000_000),
+        Setting(
+            "For `suffix`: draft from earlier outputs, too, of requests with the same "
+            "`cache_salt`; so many tokens of them are kept, at half a kilobyte of host memory "
+            "each, those of the most recently used salts. 0 keeps none. With a GPU they serve "
+            "requests with structured output, DRY, `no_repeat_ngram_size` or bad words of several "
+            "tokens."
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         _check_fields(self, "speculative_config.")
@@ -258,6 +271,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_prefill_chunk: Annotated[
         Count | None,
         Setting("Tokens of one prompt in one step.", default="the whole budget"),
+    ] = None
+    itl_target_ms: Annotated[
+        Milliseconds | None,
+        Setting(
+            "Target inter-token latency, in milliseconds: steps that decode compute as much of "
+            "prompts as fits into it, by the times of earlier steps, and at least 32 tokens. A "
+            "long prompt then takes longer, and does not stall other requests.",
+            default="no target: steps take as many tokens as `max_num_batched_tokens` allows",
+        ),
     ] = None
     max_waiting: Annotated[
         Count, Setting("Maximum queued requests; more are rejected with `capacity`.")

@@ -5,7 +5,7 @@
 
 `layer` is a layer's chain of routing, gathering, both products and the sum, with the router's
 logits given. `few_us` is the same by the kernels for few tokens, where they fit, of which
-`few_up_us` is the first; `scored_us` and `scored_up_us` have the norm and the logits as well.
+`few_up_us` is the first, and `scored_us` has the norm and the logits as well.
 Logits are random, so experts are spread evenly, or follow Zipf's law with --zipf.
 `floor_us` is the time to read the weights of the chosen experts once at the bandwidth of a large
 copy, or to multiply at the rate of a large GEMM, whichever is longer. `grouped_mm_us` is
@@ -25,7 +25,7 @@ import timing
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.linear.operands import Operand, SummedRows
+from inflight_kernels.ops.linear.operands import Operand, SummedRows, values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 from inflight_kernels.torch_ops.moe import Routing
@@ -84,9 +84,7 @@ class Layer:
         self.gate_up = _weight(experts, 2 * width, hidden, dtype)
         self.down = _weight(experts, hidden, width, dtype)
         sizes = few_sizes.Sizes(hidden, width, experts, top_k, 1, dtype.itemsize)
-        self.num_few_parts = 0
-        if sizes.fits(tokens):
-            self.num_few_parts = 4 if sizes.scores(tokens, experts) else 2
+        self.has_few = sizes.fits(tokens)
         self.residual = torch.randn(2, tokens, hidden, device="cuda")
         self.norm = torch.ones(hidden, device="cuda")
         self.choice = few.new_choice("cuda")
@@ -147,22 +145,12 @@ class Layer:
         layer = few.Down(self.down, None)
         few.down(self.inner, self.choice, self.router, layer, total=self.total, pdl=True)
 
-    def scored_up(self) -> None:
-        few.scored_gate_up(
-            SummedRows(self.x, *self.residual, self.norm, 1e-6),
-            self.router_weight,
-            self.router,
-            few.GateUp(self.gate_up, None, self.gate),
-            choice=self.choice,
-            normed=self.total,
-            out=self.inner,
-            pdl=True,
-        )
-
     def scored(self) -> None:
-        self.scored_up()
-        layer = few.Down(self.down, None)
-        few.down(self.inner, self.choice, self.router, layer, total=self.total, pdl=True)
+        x = SummedRows(self.x, *self.residual, self.norm, 1e-6)
+        quantized = self.normed if isinstance(self.normed, ScaledRows) else None
+        out = self.total if quantized is not None else values_of(self.normed)
+        few.score(x, self.router_weight, logits=self.logits, out=out, quantized=quantized, pdl=True)
+        self.few()
 
     def distinct(self) -> int:
         """Experts that are chosen."""
@@ -170,7 +158,7 @@ class Layer:
 
 
 PARTS = ("route", "plan", "up", "finish", "sum")
-FEW_PARTS = ("few", "few_up", "scored", "scored_up")
+FEW_PARTS = ("few", "few_up", "scored")
 
 
 def _measure(tokens: tuple[int, ...], models: list[str], zipf: bool) -> Iterator[dict[str, Any]]:
@@ -205,7 +193,7 @@ def _measure(tokens: tuple[int, ...], models: list[str], zipf: bool) -> Iterator
                     **timed("layer").row(read, flops),
                     "floor_us": round(floor, 1),
                 }
-                for part in PARTS + FEW_PARTS[: one.num_few_parts]:
+                for part in PARTS + (FEW_PARTS if one.has_few else ()):
                     row[f"{part}_us"] = round(timed(part).median, 1)
                 if dtype == torch.bfloat16 and m > 1:
                     row["grouped_mm_us"] = _grouped_mm(one)

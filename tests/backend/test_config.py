@@ -66,6 +66,7 @@ def test_each_setting_is_taken_over() -> None:
         "max_num_seqs": 5,
         "max_num_batched_tokens": 50,
         "max_prefill_chunk": 20,
+        "itl_target_ms": 30.0,
         "max_waiting": 9,
         "max_waiting_tokens": 1000,
         "queue_timeout_s": 1.5,

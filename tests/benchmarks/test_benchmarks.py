@@ -162,6 +162,23 @@ def test_the_mean_of_copying_is_over_counted_rows():
     assert speculation.mean("all", rows[2:]) == {"row": "all", "counted": "0 of 1 rows"}
 
 
+def test_methods_are_compared_by_the_rows_that_both_count_with_equal_ids():
+    first = [copy_row("quote", 6.0, 4.0), copy_row("code", 4.0, 3.0), copy_row("list", 9.0, 1.0)]
+    second = [
+        copy_row("quote", 6.0, 2.0),
+        copy_row("code", 4.0, 1.0, parts_at=17),
+        copy_row("list", 9.0, 0.5),
+    ]
+    for ids in (ids for runs in second[2].outputs.values() for ids in runs):
+        ids[3] = -1  # equal among themselves, but not to the other method's
+    expected = {"row": "all", "speed_up": 2.0, "counted": "1 of 3 rows"}
+    assert speculation.compare("all", first, second) == expected
+    assert speculation.compare("all", first[1:], second[1:]) == {
+        "row": "all",
+        "counted": "0 of 2 rows",
+    }
+
+
 ENGINE = {
     "benchmark": "engine",
     "machine": {"gpu": "a GPU", "cores": 16},

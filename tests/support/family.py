@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -232,6 +233,17 @@ def check(
         torch.testing.assert_close(ours, reference, rtol=2e-4, atol=2e-4 * spread)
 
 
+@dataclass(frozen=True)
+class Written:
+    """A model of transformers, which no test may change, and its Hugging Face folder."""
+
+    model: Any
+    checkpoint: Checkpoint
+
+
+_WRITTEN: dict[tuple[type, str], Written] = {}
+
+
 class Suite:
     """What every family must show. A test class of a family derives from it.
 
@@ -271,14 +283,25 @@ class Suite:
         settings = {key: value for key, value in settings.items() if value is not ABSENT}
         return make(self.config(**settings), norm_mean=self.norm_mean)
 
+    def written(self, changes: dict[str, Any], folders: pytest.TempPathFactory) -> Written:
+        """Written by the first test that needs it."""
+        key = (type(self), repr(changes))
+        if key not in _WRITTEN:
+            model = self.make(changes)
+            _WRITTEN[key] = Written(model, write_folder(model, folders.mktemp("model")))
+        return _WRITTEN[key]
+
     @pytest.mark.parametrize(
         "steps", [AT_ONCE, TOKEN_BY_TOKEN, MIXED], ids=["once", "tokens", "mixed"]
     )
     def test_logits_equal_those_of_transformers(
-        self, tmp_path: Path, changes: dict[str, Any], steps: list[list[Span]]
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        changes: dict[str, Any],
+        steps: list[list[Span]],
     ) -> None:
-        model = self.make(changes)
-        check(write_folder(model, tmp_path), model, steps)
+        found = self.written(changes, tmp_path_factory)
+        check(found.checkpoint, found.model, steps)
 
     def test_the_old_spelling_of_the_settings_means_the_same(
         self, tmp_path: Path, changes: dict[str, Any]
@@ -305,73 +328,87 @@ class Suite:
         check(checkpoint, model)
 
     def test_the_decoder_of_gpus_computes_the_same(
-        self, tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        changes: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """With the kernels' definitions in the kernels' place; or else it refuses the model."""
+        found = self.written(changes, tmp_path_factory)
         family_gpu.install(monkeypatch)
-        model = self.make(changes)
-        checkpoint = write_folder(model, tmp_path)
-        if gpu_support.gpu_obstacle(read_spec(checkpoint), family_gpu.MAX_LEN):
+        if gpu_support.gpu_obstacle(read_spec(found.checkpoint), family_gpu.MAX_LEN):
             assert not self.on_gpu
             with pytest.raises(ConfigError, match="not supported on GPUs; use device: cpu"):
-                family_gpu.decoder(checkpoint)
+                family_gpu.decoder(found.checkpoint)
         else:
-            family_gpu.check(family_gpu.decoder(checkpoint), model)
+            family_gpu.check(family_gpu.decoder(found.checkpoint), found.model)
 
     def test_greedy_texts_and_prompt_logprobs_equal_those_of_transformers(
-        self, tmp_path: Path, changes: dict[str, Any]
+        self, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
     ) -> None:
         """With drafts, a prefix cache and prompts in chunks."""
-        model = self.make(changes)
+        found = self.written(changes, tmp_path_factory)
+        model = found.model
         speculation = family_engine.self_drafting(model.config.num_hidden_layers)
-        engine = family_engine.make_engine(write_folder(model, tmp_path), speculation)
+        engine = family_engine.make_engine(found.checkpoint, speculation)
         family_engine.check_texts(engine, model, model.config.vocab_size)
         stats = engine.stats()
         assert stats.num_accepted_tokens == stats.num_drafted_tokens > 0
 
     def test_an_eagle3_head_leaves_no_trace_in_greedy_texts(
-        self, tmp_path: Path, changes_of_first: dict[str, Any]
+        self,
+        tmp_path: Path,
+        tmp_path_factory: pytest.TempPathFactory,
+        changes_of_first: dict[str, Any],
     ) -> None:
-        model = self.make(changes_of_first)
+        found = self.written(changes_of_first, tmp_path_factory)
+        model = found.model
         speculation = family_engine.eagle3(tmp_path / "head", model.config.to_dict())
-        checkpoint = write_folder(model, tmp_path / "model")
-        engine = family_engine.make_engine(checkpoint, speculation)
+        engine = family_engine.make_engine(found.checkpoint, speculation)
         family_engine.check_texts(engine, model, model.config.vocab_size)
         assert engine.stats().num_drafted_tokens > 0
 
     def test_features_of_layers_equal_those_of_transformers(
-        self, tmp_path: Path, changes: dict[str, Any]
+        self, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
     ) -> None:
         """What a head of EAGLE-3 reads."""
-        model = self.make(changes)
-        checkpoint = write_folder(model, tmp_path)
+        found = self.written(changes, tmp_path_factory)
+        model = found.model
         layers = (0, 1, model.config.num_hidden_layers - 1)
-        ours = our_features(checkpoint, tokens(), layers)
+        ours = our_features(found.checkpoint, tokens(), layers)
         with torch.inference_mode():
             states = model(torch.tensor([tokens()]), output_hidden_states=True).hidden_states
         expected = torch.cat([states[layer][0] for layer in layers], -1)
         torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
 
     def test_a_constrained_text_matches_its_constraint(
-        self, tmp_path: Path, changes_of_first: dict[str, Any]
+        self,
+        tmp_path: Path,
+        tmp_path_factory: pytest.TempPathFactory,
+        changes_of_first: dict[str, Any],
     ) -> None:
-        model = self.make(changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE})
-        checkpoint = write_folder(model, tmp_path / "model")
+        changes = changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE}
+        found = self.written(changes, tmp_path_factory)
         tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
-        speculation = family_engine.self_drafting(model.config.num_hidden_layers)
-        engine = family_engine.make_engine(checkpoint, speculation, tokenizer)
+        speculation = family_engine.self_drafting(found.model.config.num_hidden_layers)
+        engine = family_engine.make_engine(found.checkpoint, speculation, tokenizer)
         family_engine.check_constrained_text(engine, tokenizer)
 
     @pytest.mark.parametrize("kind", ["fp8", "int8"])
     def test_drafts_and_constraints_work_with_layers_and_keys_of_8_bits(
-        self, tmp_path: Path, changes_of_first: dict[str, Any], kind: str
+        self,
+        tmp_path: Path,
+        tmp_path_factory: pytest.TempPathFactory,
+        changes_of_first: dict[str, Any],
+        kind: str,
     ) -> None:
-        model = self.make(changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE})
-        checkpoint = write_folder(model, tmp_path / "model")
+        changes = changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE}
+        found = self.written(changes, tmp_path_factory)
+        model = found.model
         tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
         plain, drafting = (
             family_engine.make_engine(
-                checkpoint, speculation, tokenizer, quantization=kind, kv_cache_dtype=kind
+                found.checkpoint, speculation, tokenizer, quantization=kind, kv_cache_dtype=kind
             )
             for speculation in (
                 None,

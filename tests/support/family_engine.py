@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import tiny
@@ -16,7 +17,7 @@ from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.output_constraint import parse
 from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine.engine import Engine
-from inflight.execution import factory
+from inflight.execution import cpu_runner, factory
 from inflight.sampling.params import SamplingParams
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
@@ -46,7 +47,10 @@ def make_engine(
         speculative_config=speculation,
         **settings,
     )
-    runner, spec = factory.build(config, checkpoint, lambda what, fraction: None)
+    with pytest.MonkeyPatch.context() as patched:
+        # Requests have a fixed number of drafts, so that nothing depends on what steps cost.
+        patched.setattr(cpu_runner, "_TIMINGS", 1)
+        runner, spec = factory.build(config, checkpoint, lambda what, fraction: None)
     eos_token_ids = tokenizer.eos_ids if tokenizer else ()
     return Engine(config, runner, spec.max_model_len(config), eos_token_ids, tokenizer)
 

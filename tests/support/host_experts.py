@@ -25,7 +25,7 @@ def install(monkeypatch: pytest.MonkeyPatch, linear: type) -> None:
     monkeypatch.setattr(products, "product", product)
     for op in (gather, sum_of_experts):
         monkeypatch.setattr(rows, op.__name__, op)
-    for few_op in (score, gate_up, scored_gate_up, down):
+    for few_op in (score, gate_up, down):
         monkeypatch.setattr(few, few_op.__name__, few_op)
     monkeypatch.setattr(few_sizes, "num_multiprocessors", lambda: 132)
     monkeypatch.setattr(experts_cuda, "quantize_rows", quantize_rows)
@@ -172,26 +172,6 @@ def gate_up(
     choice[: chosen.numel()] = chosen.flatten()
     bits = weights.float().contiguous().view(torch.int32).flatten()
     choice[chosen.numel() :][: len(bits)] = bits
-
-
-def scored_gate_up(
-    x: NormedRows | SummedRows,
-    weight: Tensor,
-    router: Router,
-    layer: few.GateUp,
-    *,
-    choice: Tensor,
-    normed: Tensor,
-    out: Tensor,
-    pdl: bool = False,
-) -> None:
-    logits = torch.empty(len(x.rows), len(weight))
-    score(x, weight, logits=logits, out=normed)
-    rows_of: Operand = normed[: len(x.rows)]
-    if isinstance(layer.weight, ScaledRows):
-        values = quantization.quantize_rows(rows_of, layer.weight.values.dtype)
-        rows_of = ScaledRows(*values)
-    gate_up(rows_of, logits, router, layer, choice=choice, out=out)
 
 
 def down(

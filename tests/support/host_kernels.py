@@ -32,7 +32,7 @@ from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
-from inflight_kernels.ops.batch_state import BatchState, Step
+from inflight_kernels.ops.batch_state import NO_DRAFT, NOT_DRAFTED, BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
 from inflight_kernels.ops.linear.operands import (
     MAX_SUMMED_ROWS,
@@ -265,7 +265,10 @@ def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) 
                 break
         result[3, chunk] = row + 1 - first
         state.last_tokens[slot], state.last_positions[slot] = token, position
-        state.drafts[slot] = -1
+        if state.drafts.shape[1]:
+            own = state.drafts[slot]
+            result[4, chunk] = NOT_DRAFTED if own[0] == NOT_DRAFTED else int((own >= 0).sum())
+            state.drafts[slot] = NOT_DRAFTED
 
 
 # ---------------------------------------------------------------- drafting
@@ -278,6 +281,7 @@ def draft_ngram(
     drafts: Tensor,
     max_match: int,
     min_match: int,
+    per_match: int = 0,
     pdl: bool = False,
 ) -> None:
     from inflight_kernels.torch_ops.drafting import latest_match
@@ -285,8 +289,9 @@ def draft_ngram(
     for slot in slots.tolist():
         if slot >= 0:
             tokens = history[slot, : int(last_positions[slot]) + 1].numpy().astype(np.int64)
-            found = latest_match(tokens, max_match, min_match, drafts.shape[1])
-            drafts[slot] = torch.tensor(found or [-1] * drafts.shape[1])
+            count = drafts.shape[1]
+            found = latest_match(tokens, max_match, min_match, count, per_match)
+            drafts[slot] = torch.tensor(found + [NO_DRAFT] * (count - len(found)))
 
 
 def begin_drafting(

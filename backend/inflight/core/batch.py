@@ -173,6 +173,9 @@ class StepOutput:
             temperature).
         errors: chunk index -> an error of that sequence alone.
         num_drafted: chunk index -> verified drafts, accepted or not.
+        from_outputs: chunks whose verified drafts are from the outputs of earlier requests.
+        num_proposed: chunk index -> drafts that the drafter had for the sequence, scheduled or not.
+            Only from runners that schedule drafts before they know that number.
         candidates: chunk index -> for each of its tokens, the num_candidates top logprobs.
         prompt_candidates: chunk index -> for each of its scores, num_prompt_logprobs top logprobs.
     """
@@ -181,6 +184,8 @@ class StepOutput:
     logprobs: list[list[float]]
     errors: dict[int, str] = field(default_factory=dict)
     num_drafted: dict[int, int] = field(default_factory=dict)
+    from_outputs: set[int] = field(default_factory=set)
+    num_proposed: dict[int, int] = field(default_factory=dict)
     candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
     prompt_candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
 

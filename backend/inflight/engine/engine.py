@@ -32,7 +32,7 @@ from inflight.engine.metrics.request_timings import RequestTimings
 from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.output import OutputStage
 from inflight.engine.pipeline import Launched, StepPipeline
-from inflight.engine.planning import make_draft_budget, make_scheduler
+from inflight.engine.planning import make_draft_budget, make_prefill_budget, make_scheduler
 from inflight.engine.sibling_queue import SiblingQueue
 from inflight.engine.stats import Stats
 from inflight.engine.token_counts import TokenCounts
@@ -85,7 +85,8 @@ class Engine:
         self.runner = runner
         self.max_model_len = max_model_len
         detokenizer = Detokenizer(tokenizer) if tokenizer else None
-        self.scheduler = make_scheduler(config, runner)
+        self._prefill_budget = make_prefill_budget(config)
+        self.scheduler = make_scheduler(config, runner, self._prefill_budget)
         self.admission = Admission(
             PoolLimits(runner.num_blocks, runner.kv_tables, self.scheduler.max_num_seqs),
             runner.vocab_size,
@@ -301,7 +302,7 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """A snapshot of what the engine has counted and measured."""
-        return self.recorder.snapshot(self.stats(), self._counts.num_accepted_at)
+        return self.recorder.snapshot(self.stats(), self._counts)
 
     def _group_of(self, sequence: Sequence) -> SequenceGroup:
         """The group of a request: its sequence, or its beams."""
@@ -396,6 +397,8 @@ class Engine:
         """Record a step's duration and its events for delivery tracking."""
         now, duration = self._pipeline.end_of(launched)
         self.recorder.stepped(launched.batch, bool(output.num_drafted), duration)
+        if self._prefill_budget is not None:
+            self._prefill_budget.observe(launched.batch, duration)
         if self._timings:
             self._timings.processed(launched.batch, now, duration)
         self.delivery.record_step(duration)

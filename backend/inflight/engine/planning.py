@@ -1,4 +1,4 @@
-"""Creates an engine's scheduler and draft budget from its settings and its runner."""
+"""Creates an engine's scheduler and its budgets from its settings and its runner."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from inflight.config import EngineConfig
 from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.execution.runner import Runner
 from inflight.scheduling.draft_budget import DraftBudget
+from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.scheduler import Scheduler
 
 
-def make_scheduler(config: EngineConfig, runner: Runner) -> Scheduler:
+def make_prefill_budget(config: EngineConfig) -> PrefillBudget | None:
+    """The prefill budget; None without a target ITL."""
+    target_ms = config.itl_target_ms
+    return None if target_ms is None else PrefillBudget(target_ms / 1e3)
+
+
+def make_scheduler(
+    config: EngineConfig, runner: Runner, prefill_budget: PrefillBudget | None = None
+) -> Scheduler:
     """The scheduler of the runner's KV blocks."""
     return Scheduler(
         num_blocks=runner.num_blocks,
@@ -27,6 +36,7 @@ def make_scheduler(config: EngineConfig, runner: Runner) -> Scheduler:
         max_draft_tokens=config.max_draft_tokens,
         max_rows=runner.max_rows,
         kv_tables=runner.kv_tables,
+        prefill_budget=prefill_budget,
     )
 
 

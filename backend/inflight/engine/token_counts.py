@@ -19,12 +19,14 @@ class TokenCounts:
         num_drafted: verified drafts.
         num_accepted: accepted drafts.
         num_accepted_at: verifications of drafts, by the number of those accepted.
+        from_outputs: (drafted, accepted) of those that are from outputs of earlier requests.
     """
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_accepted_at: list[int] = field(default_factory=lambda: [0] * (1 + MAX_DRAFTS))
+    from_outputs: tuple[int, int] = (0, 0)
 
     def add(self, output: StepOutput) -> None:
         """Record a computed step."""
@@ -34,6 +36,9 @@ class TokenCounts:
             self.num_drafted += num_drafted
             self.num_accepted += num_accepted
             self.num_accepted_at[num_accepted] += 1
+            if index in output.from_outputs:
+                drafted, accepted = self.from_outputs
+                self.from_outputs = (drafted + num_drafted, accepted + num_accepted)
 
     def snapshot(self, scheduler: Scheduler, num_blocks: int, num_output_tokens: int) -> Stats:
         """A snapshot, with the counters of scheduler and output stage."""

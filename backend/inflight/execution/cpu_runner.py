@@ -241,6 +241,9 @@ class CpuRunner:
                     output.candidates[index] = choices.candidates[chosen]
             if guessed:
                 output.num_drafted[index] = len(guessed)
+                assert self.drafter is not None
+                if chunk.sequence.request_id in self.drafter.from_outputs:
+                    output.from_outputs.add(index)
             row += 1 + len(guessed)
 
     def _measure_costs(self, max_drafts: int) -> StepCosts:

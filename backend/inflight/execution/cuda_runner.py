@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,12 @@ from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
 from inflight.execution.cuda_graph import capture_graph
-from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
+from inflight.execution.device_batch import (
+    DeviceBatch,
+    SampledTokens,
+    SamplerStages,
+    SubmittedStep,
+)
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.drafters.drafter import DeviceDrafter, Drafter
 from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
@@ -43,6 +48,7 @@ from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
 from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels.ops import sampling
+from inflight_kernels.ops.batch_state import NOT_DRAFTED
 from inflight_kernels.runtime.compile import CompileError
 from inflight_kernels.runtime.launch import precompile_kernels
 
@@ -170,9 +176,11 @@ class CudaRunner:
         bucket = next((bucket for bucket in self._graphs if bucket.fits(size)), None)
         graph = None if bucket is None else self._graphs[bucket]
         drafts = self._host_drafts(batch)
-        masks = GrammarMasks(batch, drafts)
+        masks = GrammarMasks(batch, drafts.token_ids)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            sent = steps.batch.send(batch, size, *steps.caches, bucket=bucket, drafts=drafts)
+            sent = steps.batch.send(
+                batch, size, *steps.caches, bucket=bucket, drafts=drafts.token_ids
+            )
             if graph is not None:
                 graph.step.replay()
             else:
@@ -189,20 +197,20 @@ class CudaRunner:
                     steps.update_drafter(size)
                 if sent.num_drafts:
                     self.drafter.draft(steps.batch, size.num_chunks, sent.num_drafts)
-        return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, ended)
+        return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, drafts, ended)
 
     def forget(self, sequence: Sequence) -> None:
         # Its slot is reclaimed when another sequence stages one.
         if self._host_drafter is not None:
             self._host_drafter.forget(sequence)
 
-    def _host_drafts(self, batch: Batch) -> list[list[int]]:
+    def _host_drafts(self, batch: Batch) -> _HostDrafts:
         """Drafts of the sequences that need committed tokens; the device drafts for the others.
 
         The host computes adjustments and masks after each of these drafts, so it must know them.
         Where fewer are found than scheduled, token 0 fills the rest.
         """
-        drafts: list[list[int]] = [[] for _ in batch.chunks]
+        drafts = _HostDrafts([[] for _ in batch.chunks])
         if self._host_drafter is not None:
             places = [
                 index
@@ -213,7 +221,10 @@ class CudaRunner:
             for index, chunk, found in zip(
                 places, chunks, self._host_drafter.propose(chunks), strict=True
             ):
-                drafts[index] = found + [0] * (chunk.num_drafts - len(found))
+                drafts.token_ids[index] = found + [0] * (chunk.num_drafts - len(found))
+                drafts.num_found[index] = len(found)
+                if chunk.sequence.request_id in self._host_drafter.from_outputs:
+                    drafts.from_outputs.add(index)
         return drafts
 
     def _allocate(self, config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None) -> None:
@@ -375,6 +386,21 @@ class _Graph:
     update: torch.cuda.CUDAGraph | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _HostDrafts:
+    """Drafts that the host has found for a step.
+
+    Attributes:
+        token_ids: of each chunk, as `DeviceBatch.send` takes them.
+        num_found: chunk index -> how many of them were found.
+        from_outputs: see `StepOutput`.
+    """
+
+    token_ids: list[list[int]]
+    num_found: dict[int, int] = field(default_factory=dict)
+    from_outputs: set[int] = field(default_factory=set)
+
+
 class _PendingCudaStep:
     """A step in flight on the stream (see `runner.PendingStep`)."""
 
@@ -385,6 +411,7 @@ class _PendingCudaStep:
         masks: GrammarMasks,
         batch: Batch,
         sent: SubmittedStep,
+        drafts: _HostDrafts,
         ended: torch.cuda.Event,
     ) -> None:
         self._device = device
@@ -392,6 +419,7 @@ class _PendingCudaStep:
         self._masks = masks
         self._batch = batch
         self._sent = sent
+        self._drafts = drafts
         self._ended = ended
 
     def result(self) -> StepOutput:
@@ -400,8 +428,8 @@ class _PendingCudaStep:
         self._masks.report(output)
         results = self._device.results(self._batch, self._sent)
         for index, (chunk, chosen) in enumerate(zip(self._batch.chunks, results, strict=True)):
-            if chunk.num_drafts:
-                output.num_drafted[index] = chunk.num_drafts
+            if chunk.num_drafts or chosen.num_proposed != NOT_DRAFTED:
+                self._count_drafts(index, chosen, output)
             fine = chunk.samples and chosen.status == sampling.OK
             output.token_ids.append(chosen.token_ids if fine else [])
             output.logprobs.append(chosen.logprobs if fine else [])
@@ -421,6 +449,18 @@ class _PendingCudaStep:
                 first += chunk.num_scores
                 output.candidates[index] = self._candidates_of(first, chosen.token_ids, count)
         return output
+
+    def _count_drafts(self, index: int, chosen: SampledTokens, output: StepOutput) -> None:
+        num_drafts = self._batch.chunks[index].num_drafts
+        num_proposed = self._drafts.num_found.get(index, chosen.num_proposed)
+        if num_proposed != NOT_DRAFTED:
+            output.num_proposed[index] = num_proposed
+        # Token 0, which stands for a missing draft, may be accepted like one.
+        verified = max(min(num_drafts, num_proposed), len(chosen.token_ids) - 1)
+        if verified > 0:
+            output.num_drafted[index] = verified
+            if index in self._drafts.from_outputs:
+                output.from_outputs.add(index)
 
     def _candidates_of(self, first: int, token_ids: list[int], count: int) -> list[list[Candidate]]:
         return self._top_logprobs.of_rows(self._sent.ring_index, first, token_ids, count)

@@ -26,7 +26,13 @@ from inflight.execution.grammar_masks import GrammarMasks
 from inflight.sampling.logit_adjustments import Adjustment
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import batch_state, cache, sampling
-from inflight_kernels.ops.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
+from inflight_kernels.ops.batch_state import (
+    FROM_DEVICE,
+    NOT_DRAFTED,
+    BatchState,
+    Step,
+    StepLayout,
+)
 
 RING = 3
 """Host buffers of steps in use at a time: one executing, one being read, one being written."""
@@ -127,6 +133,7 @@ class SampledTokens(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     status: int  # of the last one
+    num_proposed: int  # drafts that the device had for the step; NOT_DRAFTED if it drafted none
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,18 +307,30 @@ class DeviceBatch:
 
     def results(self, batch: Batch, sent: SubmittedStep) -> list[SampledTokens]:
         """The sampled tokens of each chunk of a completed step."""
-        tokens, logprobs, statuses, counts = self._results[sent.ring_index]
+        tokens, logprobs, statuses, counts, proposed = self._results[sent.ring_index]
         num_rows, num_chunks = sent.size.num_rows, sent.size.num_chunks
         all_tokens = tokens[:num_rows].tolist()
         all_logprobs = logprobs[:num_rows].view(np.float32).tolist()
         all_statuses = statuses[:num_rows].tolist()
+        all_proposed = [NOT_DRAFTED] * num_chunks
+        if self.state.drafts.shape[1]:
+            all_proposed = proposed[:num_chunks].tolist()
         found = []
-        places = zip(batch.chunks, sent.row_start, counts[:num_chunks].tolist(), strict=False)
-        for chunk, first_row, count in places:
+        places = zip(
+            batch.chunks, sent.row_start, counts[:num_chunks].tolist(), all_proposed, strict=False
+        )
+        for chunk, first_row, count, num_proposed in places:
             first = first_row + chunk.num_scores
             end = first + count
             status = all_statuses[end - 1] if count else sampling.OK
-            found.append(SampledTokens(all_tokens[first:end], all_logprobs[first:end], status))
+            found.append(
+                SampledTokens(
+                    all_tokens[first:end],
+                    all_logprobs[first:end],
+                    status,
+                    num_proposed if count else NOT_DRAFTED,
+                )
+            )
         return found
 
     def _write_step(
@@ -457,6 +476,9 @@ class DeviceBatch:
         self._residents[sequence.request_id] = resident
         changes.slots.append(resident.slot)
         changes.row_params += _row_params(sequence, resident.slot)
+        if self.state.drafts.shape[1]:
+            # The slot's former sequence may have left some.
+            self.state.drafts[resident.slot].fill_(NOT_DRAFTED)
         if self.state.history is not None:
             length = self.state.history.shape[1]
             known = sequence.token_ids[:length]

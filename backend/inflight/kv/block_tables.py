@@ -10,11 +10,12 @@ A prefix is cached if all its blocks are, but for those that no window reaches f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.kv.block_pool import BlockPool, block_hash, root_hash
 from inflight.kv.layout import KVTables
+from inflight.kv.pending_prefixes import WORTH_TOKENS, PendingPrefixes
 
 Copy = tuple[int, int]
 """(source, target): blocks to copy before a step."""
@@ -47,10 +48,25 @@ class BlockTables:
         self.pool = pool
         self.num_reserved = 0
         self._enable_prefix_caching = enable_prefix_caching
+        self._pending = PendingPrefixes(pool.block_size)
         self._tables, self._spans = kv_tables.tables, kv_tables.spans
         self._frees_windows = kv_tables.frees_windows
         # A cached prefix ends with a block in each table.
         self._unit = max(self._spans)
+
+    def awaits_prefix(self, group: SequenceGroup, end_of: Callable[[Sequence], int]) -> bool:
+        """Whether steps in flight compute a long part of a group's prompt, which is then cached.
+
+        Args:
+            group: that may be admitted.
+            end_of: see `PendingPrefixes.num_in_flight`.
+        """
+        if not self._pending or group.width > 1:
+            return False
+        sequence = group.members[0]
+        hashes = self._hashes_of(sequence, sequence.num_prompt_tokens)
+        first = self._num_cached_tokens(hashes) // self.pool.block_size
+        return self._pending.num_in_flight(hashes, first, end_of) >= WORTH_TOKENS
 
     def admit(self, group: SequenceGroup) -> list[Copy] | None:
         """Give the members of a group blocks for all known tokens.
@@ -76,6 +92,8 @@ class BlockTables:
 
     def release(self, sequence: Sequence) -> None:
         """Empty a sequence's tables. The tokens stay and are recomputed if needed."""
+        if self._pending:
+            self._pending.remove(sequence, sequence.block_hashes)
         for first, table in zip(sequence.first_blocks, sequence.tables, strict=True):
             self.pool.release(table[first:])
         self._set(sequence, [[] for _ in self._tables])
@@ -169,7 +187,9 @@ class BlockTables:
         prefix cache, and free those that no later query reads.
         """
         if self._enable_prefix_caching:
-            hashes = self._hashes_of(sequence, end)
+            hashes, size = self._hashes_of(sequence, end), self.pool.block_size
+            if self._pending:
+                self._pending.remove(sequence, hashes[start // size : end // size])
             for table, span in enumerate(self._spans):
                 first, last = start // span, end // span
                 keys = self._keys(table, hashes, first, last)
@@ -216,6 +236,7 @@ class BlockTables:
             tables.append([_FREED] * first + blocks + new)
         self._set(sequence, tables, firsts)
         sequence.num_computed = computed
+        self._pending.add(sequence, hashes[num_cached // pool.block_size :])
         return copies
 
     def _num_cached_tokens(self, hashes: list[bytes]) -> int:

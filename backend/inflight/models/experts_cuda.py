@@ -232,23 +232,11 @@ class CudaMoe:
         """The norm, and the experts of few tokens."""
         memory, num_tokens, columns = self._memory, len(total), self._router.columns
         router, normed, quantized = self._scores.weight, memory.normed, memory.few_rows
-        if self._sizes.scores(num_tokens, columns):
-            few.scored_gate_up(
-                x,
-                router,
-                self._router,
-                self._gate_up,
-                choice=memory.choice,
-                normed=normed,
-                out=memory.inner,
-                pdl=True,
-            )
-        else:
-            logits = memory.logits(columns)[:num_tokens]
-            few.score(x, router, logits=logits, out=normed, quantized=quantized, pdl=True)
-            self._few_gate_up(
-                normed[:num_tokens] if quantized is None else quantized.first(num_tokens), logits
-            )
+        logits = memory.logits(columns)[:num_tokens]
+        few.score(x, router, logits=logits, out=normed, quantized=quantized, pdl=True)
+        self._few_gate_up(
+            normed[:num_tokens] if quantized is None else quantized.first(num_tokens), logits
+        )
         self._few_down(normed, total, adds)
 
     def _few_gate_up(self, x: Operand, logits: Tensor) -> None:

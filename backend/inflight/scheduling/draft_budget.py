@@ -4,11 +4,18 @@ A step of n sequences that verifies m drafts takes longer than one without, and 
 more per accepted draft. Whether that is faster depends on the sequence's acceptance rate and on the
 batch size: a step of a few rows is bound by reading the weights, so drafts are nearly free; at
 hundreds of rows every row costs.
+
+A runner that works ahead schedules a step's drafts before the drafter has looked for them, and may
+then compute rows for nothing. It reports how many drafts a sequence had, and as a text that repeats
+goes on repeating, that is the forecast: at most one more than twice as many are scheduled, and
+where there were none, the rate is one of its own.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +31,11 @@ _PRIOR_WEIGHT = 2.0  # of the other sequences' rate, in drafts
 _FIRST_GUESS = 0.5
 _SHARED_MEMORY = 0.98
 _SHARED_FADING = 0.999  # per step in which no sequence drafts, though some may
+
+_NO_LIMIT = 1 << 30
+
+# A runner that works ahead has launched the next step when a step's report arrives.
+_STEPS_TO_REPORT = 2
 
 # Smaller gains do not justify drafting.
 _MIN_GAIN = 1.02
@@ -48,22 +60,50 @@ class StepCosts:
     draft_seconds: float = 0.0
 
 
-class _Acceptance:
-    """A sequence's acceptance rate, as a decaying average."""
+class _Rate:
+    """An acceptance rate, as a decaying average."""
 
-    __slots__ = ("rate", "right", "sequence", "tried")
+    __slots__ = ("right", "tried", "value")
 
-    def __init__(self, sequence: Sequence, prior: float) -> None:
-        self.sequence = sequence
+    def __init__(self, prior: float) -> None:
         self.right = 0.0
         self.tried = 0.0
-        self.rate = prior
+        self.value = prior
 
     def observe(self, right: int, tried: int, prior: float) -> None:
         memory = _MEMORY if tried else _FADING
         self.right = memory * self.right + right
         self.tried = memory * self.tried + tried
-        self.rate = (self.right + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
+        self.value = (self.right + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
+
+
+class _Acceptance:
+    """A sequence's acceptance rates, and how many drafts it had.
+
+    Attributes:
+        sequence: its sequence.
+        rates: where the forecast is no drafts, and otherwise.
+        num_proposed: drafts that it had for the last two steps of which that was reported.
+    """
+
+    __slots__ = ("num_proposed", "rates", "sequence")
+
+    def __init__(self, sequence: Sequence, priors: list[float]) -> None:
+        self.sequence = sequence
+        self.rates = [_Rate(prior) for prior in priors]
+        self.num_proposed: deque[int] = deque(maxlen=_STEPS_TO_REPORT)
+
+    def forecast(self) -> tuple[float, int]:
+        """Acceptance rate of the next step, and its number of drafts at most."""
+        if not self.num_proposed:
+            return self.rates[True].value, _NO_LIMIT
+        last = self.num_proposed[-1]
+        return self.rates[last > 0].value, 1 + 2 * last
+
+    def had_forecast(self) -> bool:
+        """Whether drafts were forecast when the step that is observed now was planned."""
+        known = len(self.num_proposed) == _STEPS_TO_REPORT
+        return not known or self.num_proposed[0] > 0
 
 
 class DraftBudget:
@@ -84,7 +124,7 @@ class DraftBudget:
         self._default = default
         self._host_drafts = host_drafts
         self._acceptance: dict[int, _Acceptance] = {}
-        self._shared_rate = _FIRST_GUESS
+        self._shared_rates = [_FIRST_GUESS, _FIRST_GUESS]  # as in _Acceptance
         self._planned_for = -1
         self._steps_since = 0
 
@@ -96,7 +136,7 @@ class DraftBudget:
         if sequence.needs_committed_tokens and not self._host_drafts:
             wanted = 0
         if wanted == AUTO_DRAFTS:
-            self._acceptance[sequence.request_id] = _Acceptance(sequence, self._shared_rate)
+            self._acceptance[sequence.request_id] = _Acceptance(sequence, self._shared_rates)
         else:
             sequence.num_drafts = min(wanted, self._max_drafts)
 
@@ -111,13 +151,18 @@ class DraftBudget:
             if acceptance is None or chunk.is_stale or index in output.errors:
                 continue
             drafted = output.num_drafted.get(index, 0)
+            forecast = acceptance.had_forecast()
+            if index in output.num_proposed:
+                acceptance.num_proposed.append(output.num_proposed[index])
+                drafted = chunk.num_drafts  # rows without a draft are rejected, and cost as much
             right = len(output.token_ids[index]) - 1 if drafted else 0
             # Drafts after the first rejected one tell nothing about the rate.
             tried = min(right + 1, drafted) if drafted else 0
-            acceptance.observe(right, tried, self._shared_rate)
+            shared = self._shared_rates
+            acceptance.rates[forecast].observe(right, tried, shared[forecast])
             for is_right in [True] * right + [False] * (tried - right):
                 memory = _SHARED_MEMORY
-                self._shared_rate = memory * self._shared_rate + (1.0 - memory) * is_right
+                shared[forecast] = memory * shared[forecast] + (1.0 - memory) * is_right
 
     def plan(self, running: Collection[SequenceGroup]) -> None:
         """Set each sequence's number of drafts before a step is scheduled."""
@@ -133,21 +178,37 @@ class DraftBudget:
             for one in running
             if one.request_id in self._acceptance
         ]
-        counts = self.best_counts([one.rate for one in ours], len(running))
+        forecasts = [one.forecast() for one in ours]
+        rates, limits = [rate for rate, _ in forecasts], [limit for _, limit in forecasts]
+        counts = self.best_counts(rates, len(running), limits)
         for one, count in zip(ours, counts, strict=True):
             one.sequence.num_drafts = count
         if not any(counts):  # drift back, so that drafting is tried again
-            self._shared_rate += (1.0 - _SHARED_FADING) * (_FIRST_GUESS - self._shared_rate)
+            self._shared_rates = [
+                rate + (1.0 - _SHARED_FADING) * (_FIRST_GUESS - rate) for rate in self._shared_rates
+            ]
 
-    def best_counts(self, rates: Iterable[float], num_running: int) -> list[int]:
+    def best_counts(
+        self,
+        rates: Iterable[float],
+        num_running: int,
+        limits: Sequence_[int] | None = None,
+    ) -> list[int]:
         """Numbers of drafts for sequences with these acceptance rates.
 
         The j-th draft of a sequence is accepted with probability rate ** j. Drafts are added in
         descending order of that probability, as long as tokens per second rise.
+
+        Args:
+            rates: of each sequence.
+            num_running: sequences in the batch, with those that cannot have drafts.
+            limits: maximum drafts of each; None for none but the setting's.
         """
         worth = np.array(list(rates))[:, np.newaxis] ** np.arange(1, self._max_drafts + 1)
         if not worth.size:
             return []
+        most = np.array(limits or [_NO_LIMIT] * len(worth))
+        worth[np.arange(self._max_drafts) >= most[:, np.newaxis]] = 0.0
         order = np.argsort(-worth, axis=None, kind="stable")
         gained = np.concatenate([[0.0], np.cumsum(worth.ravel()[order])])
         depth = np.maximum.accumulate(order % self._max_drafts + 1)
@@ -163,4 +224,4 @@ class DraftBudget:
             best = 0
         counts = np.zeros(len(worth), np.int64)
         np.add.at(counts, order[:best] // self._max_drafts, 1)
-        return [int(count) for count in counts]
+        return [int(count) for count in np.minimum(counts, most)]

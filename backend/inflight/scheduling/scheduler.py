@@ -38,6 +38,7 @@ import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from inflight.core.batch import Batch, Chunk, Committed, StepOutput
 from inflight.core.request import Candidate, PriorityClass
@@ -46,6 +47,7 @@ from inflight.errors import CapacityError, EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.layout import KVTables
+from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.waiting_queue import QueueKey, WaitingQueue, key_of
 
 QUEUE_LIMITS = ("max_waiting", "max_waiting_tokens")
@@ -73,6 +75,7 @@ class Scheduler:
             logprobs takes one for each token, but never another sequence's: the remaining rows are
             assigned in order of admission, at least one each.
         kv_tables: the block tables of each sequence; None for one that keeps all tokens.
+        prefill_budget: limits prompts in steps that also decode; None for no limit.
 
     Attributes:
         max_num_seqs: maximum running sequences.
@@ -99,6 +102,7 @@ class Scheduler:
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
         kv_tables: KVTables | None = None,
+        prefill_budget: PrefillBudget | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.num_refused = dict.fromkeys(QUEUE_LIMITS, 0)
@@ -110,6 +114,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         # Every running sequence may need a token in the same step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._prefill_budget = prefill_budget
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
@@ -190,7 +195,7 @@ class Scheduler:
         copies: list[Copy] = []
         preempted = self.num_preemptions
         prefills, num_drafted = self._decode(chunks, copies)
-        budget = self._max_num_batched_tokens - len(chunks) - num_drafted
+        budget = self._budget_for_prompts(len(chunks) + num_drafted, prefills)
         lengths: list[int] = []
         for sequence in prefills:
             lengths.append(self._prefill_share(sequence, budget))
@@ -249,6 +254,13 @@ class Scheduler:
                 sequence.num_in_flight = num_in_flight + length
         return prefills, num_drafted
 
+    def _budget_for_prompts(self, num_decodes: int, prompts: list[Sequence]) -> int:
+        """Prompt tokens of a step that has so many tokens of decodes."""
+        budget = self._max_num_batched_tokens - num_decodes
+        if self._prefill_budget is None or not num_decodes or not (prompts or self._waiting):
+            return budget
+        return min(budget, self._prefill_budget.tokens(num_decodes, prompts))
+
     def _admit_waiting(
         self,
         prefills: list[Sequence],
@@ -265,6 +277,9 @@ class Scheduler:
                 self._charge_output()
             group = self._waiting.head
             if self._num_batch_slots + group.width > self.max_num_seqs:
+                break
+            plan = _PrefillPlan(prefills, lengths, budget, self._max_chunk)
+            if self._tables.awaits_prefix(group, plan.end_of):
                 break
             needed = self._tables.admit(group)
             if needed is None:
@@ -565,6 +580,25 @@ class Scheduler:
         group.status = Status.WAITING
         self._charge_before(group)
         self._waiting.push_front(group)
+
+
+class _PrefillPlan(NamedTuple):
+    """Prompts of a step that is being planned, with their tokens; the last one may take the rest,
+    up to `max_chunk`."""
+
+    prompts: list[Sequence]
+    lengths: list[int]
+    rest: int
+    max_chunk: int
+
+    def end_of(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that are computed with this step and those before."""
+        if sequence not in self.prompts:
+            return sequence.num_computed
+        length = self.lengths[self.prompts.index(sequence)]
+        if sequence is self.prompts[-1]:
+            length = min(length + self.rest, self.max_chunk)
+        return sequence.num_computed + length
 
 
 def _num_before_scores(sequence: Sequence) -> int | None:

@@ -98,8 +98,9 @@ class MaskFiller:
         if named:
             padded &= ~self._unused
         for index, matcher in enumerate(matchers):
-            if matcher.num_whitespace_bytes >= MAX_WHITESPACE_BYTES and matcher.is_json:
-                self._ban_whitespace(rows[starts[index]])
+            if matcher.is_json:
+                draft = drafts[index] if drafts is not None else ()
+                self._ban_whitespace(rows[starts[index] :], matcher.whitespace_bytes(draft))
             if matcher.has_own_ends and index not in failures:
                 for row in rows[starts[index] : starts[index + 1]]:
                     self._replace_ends(row, matcher.end_ids)
@@ -111,11 +112,18 @@ class MaskFiller:
             rows[starts[index] : starts[index + 1]] = -1
         return failures
 
-    def _ban_whitespace(self, row: Rows) -> None:
-        """Allow no further whitespace, where anything else is allowed."""
-        rest = row & self._non_whitespace
-        if rest.any():
-            row[:] = rest
+    def _ban_whitespace(self, rows: Rows, lengths: Sequence[int]) -> None:
+        """Allow no further whitespace after so many bytes of it, where anything else is allowed.
+
+        Args:
+            rows: at least as many as lengths.
+            lengths: of the whitespace before each row.
+        """
+        for row, length in zip(rows, lengths, strict=False):
+            if length >= MAX_WHITESPACE_BYTES:
+                rest = row & self._non_whitespace
+                if rest.any():
+                    row[:] = rest
 
     def _check(self, out: Rows, num_rows: int) -> None:
         good = out.dtype == np.int32 and out.ndim == 2 and out.flags.c_contiguous

@@ -171,11 +171,17 @@ class Matcher:
             taken = guarded(lambda: self.state.try_consume_tokens(body))
             if self.state.is_error():
                 raise self.failure()
-        for id_ in body[:taken]:
-            self._tokens.append(id_)
-            length = self._whitespace.get(id_)
-            self.num_whitespace_bytes = 0 if length is None else self.num_whitespace_bytes + length
+        self.num_whitespace_bytes = self.whitespace_bytes(body[:taken])[-1]
+        self._tokens += body[:taken]
         return taken
+
+    def whitespace_bytes(self, draft: Sequence[int]) -> list[int]:
+        """Length of the trailing white space now, and after each token of a draft."""
+        lengths = [self.num_whitespace_bytes]
+        for id_ in draft:
+            length = self._whitespace.get(id_)
+            lengths.append(0 if length is None else lengths[-1] + length)
+        return lengths
 
     def recover(self) -> None:
         """After an error, restore the state on a new lexer.

@@ -24,9 +24,16 @@ FROM_DEVICE = -1
 """In a step, a value that only the device knows: a chunk's first token, which is its sequence's
 last one; a later token, which is a draft; a chunk's start, the position of the first token."""
 
-RESULT_ROWS = 4
-"""Rows that `end_step` writes: token, logprob (bits of a float32) and status of each accepted row,
-and the number of accepted rows of each chunk."""
+RESULT_ROWS = 5
+"""Rows that `end_step` writes: token, logprob (bits of a float32) and status of each accepted row;
+the number of accepted rows of each chunk; and, with K > 0, the number of drafts that its sequence
+had for the step, or NOT_DRAFTED if nothing has drafted for it."""
+
+NOT_DRAFTED = -1
+"""In `BatchState.drafts`, the value of all drafts of a sequence until a drafter writes them."""
+
+NO_DRAFT = -2
+"""The same of a draft that the drafter does not propose; all later ones are missing, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,7 @@ class BatchState:
         all_tables: [num_tables * slots, B] int32, of all sequences and tables.
         last_tokens: [slots] int64, the last sampled token.
         last_positions: [slots] int32, its position.
-        drafts: [slots, K] int32, the draft tokens after it; negative for none.
+        drafts: [slots, K] int32, the draft tokens after it; NOT_DRAFTED or NO_DRAFT for none.
         row_params: [slots, ROW_PARAMS words] int32, sampling parameters.
         history: [slots, length] int32, tokens of the sequences up to the last one; None if no
             drafter needs it.
@@ -170,7 +177,7 @@ class BatchState:
         self.slot_mapping = self.by_table[0].slot_mapping
         self.last_tokens = empty(num_slots)
         self.last_positions = empty(num_slots, dtype=torch.int32)
-        self.drafts = empty(num_slots, num_drafts, dtype=torch.int32).fill_(-1)
+        self.drafts = empty(num_slots, num_drafts, dtype=torch.int32).fill_(NOT_DRAFTED)
         self.row_params = empty(num_slots, words, dtype=torch.int32)
         self.history: Tensor | None = None
         if history_length:
@@ -332,7 +339,7 @@ def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = Fals
     Args:
         step: as sent by the host.
         state: read: chosen, logprobs, statuses; written: last_tokens, last_positions, drafts
-            (cleared), history, count_slots and the step's entry of the ring of results, for the
+            (NOT_DRAFTED), history, count_slots and the step's entry of the ring of results, for the
             accepted rows.
         num_chunks: at least n.
         pdl: see `Kernel`.

@@ -29,13 +29,14 @@ def draft_ngram(
     max_match: int,
     min_match: int,
     *,
+    per_match: int = 0,
     pdl: bool = False,
 ) -> None:
     """drafts[slot] = the tokens after the latest earlier occurrence of the sequence's last tokens.
 
     The longest match wins, up to max_match tokens, and among equally long ones the latest. Drafts
-    beyond the end repeat the continuation. Without a match of min_match tokens all drafts are -1.
-    See `torch_ops.drafting.latest_match`.
+    beyond the end repeat the continuation. Without a match of min_match tokens all drafts are
+    NO_DRAFT. See `torch_ops.drafting.latest_match`.
 
     Args:
         slots: [n] int32, sequences to draft for; negative ones are skipped.
@@ -43,6 +44,8 @@ def draft_ngram(
         history: [slots, W] int32, its tokens; a sequence beyond W gets no drafts.
         drafts: [slots, K] int32, written.
         max_match, min_match: tokens that must match, at least 1.
+        per_match: drafts at most for each token that matches; the others are NO_DRAFT. 0 for no
+            such limit.
         pdl: see `Kernel`.
 
     Raises:
@@ -68,6 +71,7 @@ def draft_ngram(
             drafts.shape[1],
             max_match,
             min_match,
+            per_match,
             pdl=pdl,
         )
 

@@ -7,7 +7,11 @@ import numpy.typing as npt
 
 
 def latest_match(
-    tokens: npt.NDArray[np.int64], max_match: int, min_match: int, count: int
+    tokens: npt.NDArray[np.int64],
+    max_match: int,
+    min_match: int,
+    count: int,
+    per_match: int = 0,
 ) -> list[int]:
     """The tokens after the latest earlier occurrence of the last tokens.
 
@@ -18,14 +22,16 @@ def latest_match(
         tokens: [length].
         max_match, min_match: tokens that must match.
         count: tokens to draft.
+        per_match: tokens at most for each one that matches; 0 for no such limit.
 
     Returns:
-        `count` tokens, or none.
+        `count` tokens, fewer if too few match, or none.
     """
     length = len(tokens)
     # Ends of earlier matches: positions of the last token, then those whose predecessors match.
     ends = np.flatnonzero(tokens[: length - 1] == tokens[length - 1]) if length else tokens
     best: npt.NDArray[np.int64] | None = None
+    num_matched = 0
     for matched in range(1, max_match + 1):
         if matched > 1:
             ends = ends[ends >= matched - 1]
@@ -33,9 +39,11 @@ def latest_match(
         if not len(ends):
             break
         if matched >= min_match:
-            best = ends
+            best, num_matched = ends, matched
     if best is None:
         return []
     start = int(best[-1]) + 1
     distance = length - start
+    if per_match:
+        count = min(count, per_match * num_matched)
     return [int(tokens[start + i % distance]) for i in range(count)]

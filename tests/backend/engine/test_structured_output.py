@@ -7,6 +7,7 @@ import re
 import time
 
 import jsonschema
+import msgspec
 import pytest
 
 import tiny
@@ -66,9 +67,18 @@ def engine(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Engine:
     return make_engine(checkpoint, tokenizer)
 
 
-@pytest.fixture(scope="module")
-def drafting_engine(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Engine:
-    drafting = SpeculativeConfig(default=4, prompt_lookup_min=1, prompt_lookup_max=3)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({"prompt_lookup_max": 3}, id="ngram"),
+        pytest.param({"method": "suffix"}, id="suffix"),
+        pytest.param({"method": "suffix", "suffix_decoding_max_cached_tokens": 1000}, id="outputs"),
+    ],
+)
+def drafting_engine(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, request: pytest.FixtureRequest
+) -> Engine:
+    drafting = SpeculativeConfig(default=4, prompt_lookup_min=1, **request.param)
     return make_engine(checkpoint, tokenizer, speculative_config=drafting)
 
 
@@ -147,6 +157,35 @@ def test_outputs_do_not_depend_on_drafts(
     drafted = drafting_engine.stats().num_drafted_tokens
     assert {i: ids for i, (ids, _) in run(drafting_engine, wanted).items()} == expected
     assert drafting_engine.stats().num_drafted_tokens > drafted
+
+
+def test_outputs_of_the_same_salt_are_drafted_from(
+    engine: Engine, checkpoint: Checkpoint, tokenizer: Tokenizer
+) -> None:
+    drafting = SpeculativeConfig(
+        method="suffix", default=4, prompt_lookup_min=1, suffix_decoding_max_cached_tokens=2000
+    )
+    drafting_engine = make_engine(checkpoint, tokenizer, speculative_config=drafting)
+
+    def run_with(salt: str) -> tuple[int, int]:
+        """Draft tokens from earlier outputs that were verified and accepted meanwhile."""
+        wanted = [request(tokenizer, i, "json_schema", temperature=0.7) for i in range(3)]
+        expected = {i: ids for i, (ids, _) in run(engine, wanted).items()}
+        before = drafting_engine.metrics()
+        salted = [msgspec.structs.replace(one, cache_salt=salt) for one in wanted]
+        assert {i: ids for i, (ids, _) in run(drafting_engine, salted).items()} == expected
+        after = drafting_engine.metrics()
+        drafted, accepted = (
+            int(after.value(f"spec_decode_num_{what}_tokens_from_outputs"))
+            - int(before.value(f"spec_decode_num_{what}_tokens_from_outputs"))
+            for what in ("draft", "accepted")
+        )
+        return drafted, accepted
+
+    alone = run_with("a")
+    drafted, accepted = run_with("a")
+    assert drafted >= accepted > 100 > alone[1]
+    assert run_with("b") == alone
 
 
 def test_an_end_that_follows_the_last_draft_is_not_part_of_the_output(

@@ -285,8 +285,8 @@ def test_mixtures_start_and_run_on_an_h200(
     assert {"experts_hopper", "route", "rows"} <= stems
     assert ("latent_attention" in stems) == (spec.layers[0].attention.latent is not None)
     assert ("few_experts_hopper" in stems) == (not batch_invariant)
+    assert ("few_scores_hopper" in stems) == (not batch_invariant)
     names = " ".join(name for _, name in launched)
-    assert ("few_scored_gate_up" in names) == (not batch_invariant)
     assert ("summing_skinny_gemm" in names) == (not batch_invariant and quantization == "fp8")
 
 
@@ -381,6 +381,7 @@ COMPILED = {
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {},
+    "suffix": {},
     "self": {"num_layers": 1},
     "draft_model": {"model": "small"},
     "eagle3": {"model": "head"},

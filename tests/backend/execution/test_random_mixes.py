@@ -37,6 +37,7 @@ MOST_MIXES = 24  # until steps of all kinds were seen
 DRAFTERS: tuple[dict[str, Any] | None, ...] = (
     None,
     {"method": "ngram", "prompt_lookup_min": 1},
+    {"method": "suffix", "prompt_lookup_min": 1},
     {"method": "self", "num_layers": 3},
     {"method": "draft_model"},
     {"method": "eagle3"},

@@ -318,7 +318,8 @@ def test_a_sequence_needing_committed_tokens_uses_host_drafts(checkpoint: Checkp
     assert engine.stats().num_accepted_tokens > 50
 
 
-def test_repetitions_are_drafted_by_prompt_lookup(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_repetitions_are_drafted_by_prompt_lookup(checkpoint: Checkpoint, method: str) -> None:
     """Of the only tokens that it may choose a model soon has said all there is."""
     params = SamplingParams(
         max_tokens=200, temperature=0.0, ignore_eos=True, allowed_token_ids=(5, 6, 7)
@@ -326,7 +327,8 @@ def test_repetitions_are_drafted_by_prompt_lookup(checkpoint: Checkpoint) -> Non
     wanted = [Request(i, prompt, params) for i, prompt in enumerate(prompts(4, seed=9))]
     expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
     assert set().union(*expected.values()) <= {5, 6, 7}
-    engine = make_engine(checkpoint, batch_invariant=True, speculative_config={})
+    drafts = {"method": method}
+    engine = make_engine(checkpoint, batch_invariant=True, speculative_config=drafts)
     assert generate(engine, wanted) == expected
     assert engine.stats().num_accepted_tokens > 200
 

@@ -86,6 +86,71 @@ def test_a_sequence_whose_drafts_are_wrong_stops_drafting_and_tries_again() -> N
     assert counts[-1] == 5, "and found to be right"
 
 
+def play_ahead(
+    speculation: DraftBudget, running: list[Sequence], had: dict[int, list[int]], steps: int
+) -> list[list[int]]:
+    """Steps of a runner one step ahead, whose text drafter has `had[id][step]` drafts, all right.
+
+    Returns:
+        The drafts of each sequence, by step.
+    """
+    planned: list[list[int]] = []
+    for step in range(steps + 1):
+        if step < steps:
+            speculation.plan(running)
+            planned.append([one.num_drafts for one in running])
+        if not step:
+            continue
+        counts = planned[step - 1]  # its result arrives when the next step has been launched
+        chunks = [
+            Chunk(one, 0, 1 + count, True, one.generation, count)
+            for one, count in zip(running, counts, strict=True)
+        ]
+        proposed = [had[one.request_id][step - 1] for one in running]
+        right = [min(pair) for pair in zip(counts, proposed, strict=True)]
+        output = StepOutput([[0] * (1 + n) for n in right], [[0.0] * (1 + n) for n in right])
+        output.num_drafted.update({i: n for i, n in enumerate(right) if n})
+        output.num_proposed.update(enumerate(proposed))
+        speculation.observe(Batch(chunks), output)
+    return planned
+
+
+def budget_of(costs: StepCosts, *running: Sequence, max_drafts: int = 8) -> DraftBudget:
+    speculation = DraftBudget(costs, max_drafts, AUTO_DRAFTS)
+    for one in running:
+        speculation.add(one)
+    return speculation
+
+
+@pytest.mark.parametrize(("num_proposed", "most"), [(0, 1), (1, 3), (3, 7), (8, 8)])
+def test_a_report_limits_the_drafts_of_later_steps(num_proposed: int, most: int) -> None:
+    one = sequence(1)
+    planned = play_ahead(budget_of(FLAT, one), [one], {1: [num_proposed] * 6}, 6)
+    assert planned[:2] == [[8], [8]], "unknown so far"
+    assert planned[2:] == [[most]] * 4
+
+
+def test_a_text_that_repeats_again_has_its_drafts_back_at_once() -> None:
+    """Steps without a match say nothing about those with one."""
+    one = sequence(1)
+    costs = StepCosts((1, 64), (1.0, 7.0))
+    had = [8] * 10 + [0] * 60 + [2, 4, 8, 8, 8]
+    planned = play_ahead(budget_of(costs, one), [one], {1: had}, len(had))
+    assert planned[8:12] == [[8]] * 4
+    assert max(planned[12:72]) == [1], "tried again, with one"
+    assert sum(count for (count,) in planned[22:72]) < 25
+    assert planned[72:] == [[5], [8], [8]]
+
+
+def test_rows_go_to_the_texts_that_repeat() -> None:
+    running = [sequence(i) for i in range(24)]
+    had = {i: [8 if i % 12 == 0 else 0] * 60 for i in range(24)}
+    # Of 24 sequences a row costs a third of what it yields if it is right each time.
+    costs = StepCosts((1, 24, 240), (1.0, 1.0, 4.0))
+    last = play_ahead(budget_of(costs, *running), running, had, 60)[-1]
+    assert last == [8 if i % 12 == 0 else 0 for i in range(24)]
+
+
 def test_a_new_sequence_starts_with_the_shared_estimate() -> None:
     costs = StepCosts((1, 64), (1.0, 20.0))
     speculation = DraftBudget(costs, 5, AUTO_DRAFTS)

@@ -280,6 +280,23 @@ def test_white_space_in_json_comes_to_an_end(
     assert space in allowed(out[0])
 
 
+@pytest.mark.parametrize("taken", [0, 1, masks.MAX_WHITESPACE_BYTES])
+def test_white_space_in_drafts_comes_to_the_same_end(
+    filler: MaskFiller, vocabulary: Vocabulary, smollm: Tokenizer, taken: int
+) -> None:
+    """Otherwise an output would depend on its drafts."""
+    matcher = Matcher(compile_here(vocabulary, "json", ""), vocabulary)
+    space, quote, brace = (smollm.encode(one, add_special_tokens=False)[0] for one in ' "{')
+    matcher.advance([brace, *[space] * taken])
+    draft = [space] * (masks.MAX_WHITESPACE_BYTES - taken) + [quote, space]
+    out, alone = rows(vocabulary, 1 + len(draft)), rows(vocabulary, 1)
+    assert filler.fill([matcher], out, [draft]) == {}
+    for count, row in enumerate(out):
+        assert filler.fill([matcher], alone) == {}
+        assert np.array_equal(row, alone[0]), f"after {count} drafts"
+        matcher.advance(draft[count : count + 1])
+
+
 def test_required_whitespace_is_allowed(
     filler: MaskFiller, vocabulary: Vocabulary, smollm: Tokenizer
 ) -> None:

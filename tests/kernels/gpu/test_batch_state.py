@@ -10,6 +10,8 @@ import torch
 
 from inflight_kernels.ops.batch_state import (
     FROM_DEVICE,
+    NO_DRAFT,
+    NOT_DRAFTED,
     BatchState,
     Step,
     StepLayout,
@@ -283,16 +285,41 @@ def test_drafts_count_as_far_as_the_model_chose_the_same(right: int) -> None:
     torch.cuda.synchronize()
     results = state.results[2]
     assert results[3, :2].tolist() == [1, right + 1]
+    assert results[4, 1] == 5
     last = 16 if right == 5 else 99
     assert results[0, 1 : 2 + right].tolist() == [*range(11, 11 + right), last]
     assert state.last_tokens[6] == last
     assert state.last_positions[6] == start + right + 1
-    assert state.drafts[6].tolist() == [-1] * NUM_DRAFTS, "they are used up"
+    assert state.drafts[6].tolist() == [NOT_DRAFTED] * NUM_DRAFTS, "they are used up"
     assert state.history is not None
     recorded = state.history[6, start + 1 : start + 2 + right].tolist()
     assert recorded == [*range(11, 11 + right), last]
     row_params = int(state.row_params[6, SLOT])
     assert state.count_slots[1:7].tolist() == [row_params] * (right + 1) + [-1] * (5 - right)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_proposed"),
+    [
+        ([11, 12, 13, 14, 15], 5),
+        ([11, 12, NO_DRAFT, NO_DRAFT, NO_DRAFT], 2),
+        ([NO_DRAFT] * 5, 0),
+        ([NOT_DRAFTED] * 5, NOT_DRAFTED),
+    ],
+)
+@pytest.mark.parametrize("scheduled", [0, 3])
+def test_the_number_of_proposed_drafts_is_reported(
+    drafts: list[int], num_proposed: int, scheduled: int
+) -> None:
+    """Whether or not the step verifies them."""
+    state = make_state()
+    state.drafts[6] = torch.tensor(drafts)
+    step, _ = send([Part(6, None, 1 + scheduled, True, scheduled)])
+    begin_step(step, state, 1, BLOCK_SIZE)
+    state.statuses.zero_()
+    end_step(step, state, 1)
+    torch.cuda.synchronize()
+    assert state.results[2, 4, 0] == num_proposed
 
 
 def test_no_row_after_a_failed_one_is_accepted() -> None:

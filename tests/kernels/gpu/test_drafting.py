@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight_kernels.ops.batch_state import BatchState, Step, StepLayout
+from inflight_kernels.ops.batch_state import NO_DRAFT, BatchState, Step, StepLayout
 from inflight_kernels.ops.drafting import (
     DraftLimits,
     DraftPass,
@@ -25,9 +25,10 @@ POISON = -77
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 300])
 @pytest.mark.parametrize("num_drafts", [1, 5, 16])
-@pytest.mark.parametrize(("max_match", "min_match"), [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(("max_match", "min_match"), [(1, 1), (4, 2), (8, 3), (32, 2)])
+@pytest.mark.parametrize("per_match", [0, 1, 2])
 def test_drafts_are_those_of_the_definition(
-    vocab_size: int, num_drafts: int, max_match: int, min_match: int
+    vocab_size: int, num_drafts: int, max_match: int, min_match: int, per_match: int
 ) -> None:
     random = np.random.default_rng(vocab_size * num_drafts + max_match)
     lengths = [1, 2, 3, 7, 40, 256, 257, 1000, 1900]
@@ -36,11 +37,12 @@ def test_drafts_are_those_of_the_definition(
     last = torch.tensor([length - 1 for length in lengths] + [0], dtype=torch.int32, device="cuda")
     drafts = torch.full((len(lengths) + 1, num_drafts), POISON, dtype=torch.int32, device="cuda")
     slots = torch.tensor([*reversed(range(len(lengths))), -1], dtype=torch.int32, device="cuda")
-    draft_ngram(slots, last, on_device, drafts, max_match, min_match)
+    draft_ngram(slots, last, on_device, drafts, max_match, min_match, per_match=per_match)
     for slot, length in enumerate(lengths):
         tokens = history[slot, :length].astype(np.int64)
-        expected = latest_match(tokens, max_match, min_match, num_drafts)
-        assert drafts[slot].tolist() == (expected or [-1] * num_drafts), f"{length} tokens"
+        expected = latest_match(tokens, max_match, min_match, num_drafts, per_match)
+        expected += [NO_DRAFT] * (num_drafts - len(expected))
+        assert drafts[slot].tolist() == expected, f"{length} tokens"
     assert drafts[-1].tolist() == [POISON] * num_drafts, "rows of no sequence"
 
 
@@ -49,7 +51,7 @@ def test_a_sequence_that_outgrows_its_history_gets_no_drafts() -> None:
     last = torch.tensor([8], dtype=torch.int32, device="cuda")
     drafts = torch.full((1, 3), POISON, dtype=torch.int32, device="cuda")
     draft_ngram(torch.zeros(1, dtype=torch.int32, device="cuda"), last, history, drafts, 4, 1)
-    assert drafts.tolist() == [[-1] * 3]
+    assert drafts.tolist() == [[NO_DRAFT] * 3]
 
 
 # ---------------------------------------------------------------- drafting with a model

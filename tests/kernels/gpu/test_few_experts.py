@@ -267,62 +267,6 @@ def test_scores_are_products_with_the_norm(
         torch.testing.assert_close(bytes_of.scales, scales, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("experts", "top_k", "width", "hidden"), SHAPES)
-def test_scores_and_experts_in_one_kernel_are_those_of_two(
-    experts: int, top_k: int, width: int, hidden: int, dtype: torch.dtype, tokens: int, adds: bool
-) -> None:
-    sizes = Sizes(hidden, width, experts, top_k, 1, dtype.itemsize)
-    if not sizes.fits(tokens) or not sizes.scores(tokens, experts):
-        assert tokens > 1 or experts > 128, "a single token of few experts always fits"
-        return
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    norm = torch.rand(hidden, device="cuda") + 0.5
-    weight = (2 * torch.randn(experts, hidden, device="cuda") * hidden**-0.5).bfloat16()
-    bias = torch.randn(experts, device="cuda") * 0.1
-    router = Router(Routing(top_k, renormalize=True), experts, bias=bias)
-    layer = few.GateUp(Weights(experts, 2 * width, hidden, dtype, gated=True).operand, None, SILU)
-    last = few.Down(Weights(experts, hidden, width, dtype, gated=False).operand, None)
-    residual = torch.randn(tokens, hidden, device="cuda")
-    results = []
-    for scored in (False, True):
-        total = Guarded(tokens, hidden, dtype=torch.float32)
-        normed, out = (Guarded(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
-        inner = Guarded(tokens * top_k, width, dtype=torch.bfloat16)
-        choice = few.new_choice("cuda")
-        given: NormedRows | SummedRows = NormedRows(x, norm, EPS)
-        if adds:
-            given = SummedRows(x, residual, total.tensor, norm, EPS)
-        else:
-            total.tensor.zero_()
-        if scored:
-            few.scored_gate_up(
-                given,
-                weight,
-                router,
-                layer,
-                choice=choice,
-                normed=normed.tensor,
-                out=inner.tensor,
-                pdl=True,
-            )
-        else:
-            logits = torch.empty(tokens, experts, device="cuda")
-            rows = None
-            if dtype != torch.bfloat16:
-                rows = ScaledRows.empty(tokens, hidden, "cuda", dtype)
-            few.score(given, weight, logits=logits, out=normed.tensor, quantized=rows)
-            operand = normed.tensor if rows is None else rows
-            few.gate_up(operand, logits, router, layer, choice=choice, out=inner.tensor)
-        few.down(inner.tensor, choice, router, last, total=out.tensor, pdl=True)
-        results.append((total.check(), normed.check(), inner.check(), out.check()))
-    for found, expected in zip(*results, strict=True):
-        # Sums in another order may be rounded the other way.
-        assert relative_error(found, expected) < _bound(dtype)
-
-
 def test_operands_of_wrong_shapes_are_refused() -> None:
     router = Router(Routing(2, renormalize=True), 8)
     x = torch.zeros(9, 64, dtype=torch.bfloat16, device="cuda")
@@ -342,5 +286,3 @@ def test_operands_of_wrong_shapes_are_refused() -> None:
     given = NormedRows(x[:1], torch.zeros(64, device="cuda"), EPS)
     with pytest.raises(ValueError, match="the router 32"):
         few.score(given, weight[0, :, :32].contiguous(), logits=logits[:1], out=x)
-    with pytest.raises(ValueError, match="router is"):
-        few.scored_gate_up(given, weight[0], router, layer, choice=choice, normed=x, out=inner)

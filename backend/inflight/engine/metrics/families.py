@@ -318,6 +318,16 @@ FAMILIES: tuple[Family, ...] = (
         aliases=(_vllm("spec_decode_num_accepted_tokens_total"),),
     ),
     Family(
+        "spec_decode_num_draft_tokens_from_outputs",
+        "counter",
+        "Draft tokens verified that are from the outputs of earlier requests.",
+    ),
+    Family(
+        "spec_decode_num_accepted_tokens_from_outputs",
+        "counter",
+        "Draft tokens accepted that are from the outputs of earlier requests.",
+    ),
+    Family(
         "spec_decode_num_accepted_tokens_per_pos",
         "counter",
         "Draft tokens accepted, by their position among the drafts of a step.",

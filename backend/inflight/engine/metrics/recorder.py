@@ -28,6 +28,7 @@ from inflight.engine.metrics.families import (
 from inflight.engine.metrics.histogram import Histogram
 from inflight.engine.metrics.snapshot import Metrics, flat
 from inflight.engine.stats import Stats
+from inflight.engine.token_counts import TokenCounts
 from inflight.errors import EngineError
 
 _REASONS = {
@@ -194,13 +195,14 @@ class Recorder:
             mean = (last - first) / (num_tokens - 1)
             self._histograms["request_time_per_output_token_seconds"][0].observe(mean)
 
-    def snapshot(self, stats: Stats, num_accepted_at: list[int]) -> Metrics:
+    def snapshot(self, stats: Stats, counts: TokenCounts) -> Metrics:
         """A snapshot.
 
         Args:
             stats: the engine's, now.
-            num_accepted_at: verifications by their number of accepted drafts.
+            counts: from which these are.
         """
+        num_accepted_at, from_outputs = counts.num_accepted_at, counts.from_outputs
         values: dict[str, list[float]] = {
             "num_preemptions": [stats.num_preemptions],
             "engine_up": [1],
@@ -222,6 +224,8 @@ class Recorder:
             "spec_decode_num_drafts": [sum(num_accepted_at)],
             "spec_decode_num_draft_tokens": [stats.num_drafted_tokens],
             "spec_decode_num_accepted_tokens": [stats.num_accepted_tokens],
+            "spec_decode_num_draft_tokens_from_outputs": [from_outputs[0]],
+            "spec_decode_num_accepted_tokens_from_outputs": [from_outputs[1]],
             "spec_decode_num_accepted_tokens_per_pos": [
                 sum(num_accepted_at[position + 1 :]) for position in range(len(num_accepted_at) - 1)
             ],

@@ -31,9 +31,12 @@ class Drafter(Protocol):
     Attributes:
         caches: its own KV caches, with the same block ids as the model's. A copy of a block must be
             made in all of them.
+        from_outputs: ids of the requests whose drafts in the last `propose` are from the outputs of
+            earlier requests.
     """
 
     caches: list[KVCache]
+    from_outputs: set[int]
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
         """Draft tokens for each chunk's sequence, at most num_drafts."""

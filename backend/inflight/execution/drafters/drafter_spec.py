@@ -76,6 +76,8 @@ class DraftMethod:
         writes_kv: its layers write KV for the drafts, on a GPU also where sequences may have no
             block.
         shares_target_kv: this KV is in the target's cache.
+        caches_outputs: it can draft from the outputs of earlier requests, too: uses the setting
+            `suffix_decoding_max_cached_tokens`.
         load_on_host: with a GPU, load the drafter of sequences that need committed tokens; None if
             they cannot have drafts.
     """
@@ -88,4 +90,5 @@ class DraftMethod:
     needs_history: bool = False
     writes_kv: bool = False
     shares_target_kv: bool = False
+    caches_outputs: bool = False
     load_on_host: Callable[[DrafterSpec], Drafter] | None = None

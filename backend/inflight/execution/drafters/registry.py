@@ -46,6 +46,11 @@ def find_method(settings: SpeculativeConfig) -> DraftMethod:
                 f"speculative_config.{name}: is {'required' if required else 'not used'} by "
                 f"the method {settings.method}"
             )
+    if settings.suffix_decoding_max_cached_tokens and not method.caches_outputs:
+        raise ConfigError(
+            "speculative_config.suffix_decoding_max_cached_tokens: is not used by the method "
+            f"{settings.method}"
+        )
     return method
 
 

@@ -21,6 +21,22 @@ __device__ __forceinline__ void copy_async(unsigned target, const void* source, 
                  : "memory");
 }
 
+// Copies 16 bytes that are read once, or zeros if not `valid`: evicted first from the L2 cache.
+__device__ __forceinline__ void copy_once_async_if(bool wanted, unsigned target, const void* source,
+                                                   bool valid) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %3, 0;\n"
+        "@wanted cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %4;\n"
+        "}"
+        :
+        : "r"(target), "l"(__cvta_generic_to_global(source)), "r"(valid ? 16 : 0),
+          "r"(static_cast<int>(wanted)), "l"(EVICT_FIRST)
+        : "memory");
+}
+
 // Adds 1 and returns the previous value. The block's writes before its last barrier are visible to
 // a thread that observes the increment, and to its block after a barrier. One fence by one thread
 // replaces two by all threads.

@@ -134,8 +134,13 @@ struct CopyLatents {
         const int key = first_key + row;
         const bool copied = key >= begin && key < end, valid = key < kv_end;
 #pragma unroll
-        for (int i = 0; i < S::KEY_DIM / 64; ++i)
-            ptx::copy_async_if(copied, to + i * 128, from + i * 64, valid);
+        for (int i = 0; i < S::KEY_DIM / 64; ++i) {
+            // With few rows no other unit has the same keys.
+            if constexpr (S::ROWS == 16)
+                ptx::copy_once_async_if(copied, to + i * 128, from + i * 64, valid);
+            else
+                ptx::copy_async_if(copied, to + i * 128, from + i * 64, valid);
+        }
     }
 };
 

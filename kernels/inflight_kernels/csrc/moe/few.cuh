@@ -1,10 +1,10 @@
 // Mixtures of experts for few tokens: the experts that are used, and streams of their weights.
 // sm_90a only.
 //
-// Each block finds the experts by itself, which takes less time than a kernel before it, and the
-// router's logits together with the other blocks of its cluster. There is no order of rows by
-// expert: a product has all tokens as the 8 columns of mma.sync, and the weight's rows as its 16
-// rows. Each warp reads rows of its own, some stages ahead, and waits for no other warp.
+// Each block finds the experts by itself, which takes less time than a kernel before it. There is
+// no order of rows by expert: a product has all tokens as the 8 columns of mma.sync, and the
+// weight's rows as its 16 rows. Each warp reads rows of its own, some stages ahead, and waits for
+// no other warp.
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -102,7 +102,7 @@ __device__ void choose_all(const Logit& logit, const RouterParams& router, int n
 // Hand a choice on to the next kernel, which may read it before its wait: it starts once all blocks
 // have called this.
 __device__ inline void hand_on(const Choice& choice, Choice* to) {
-    if (blockIdx.x == 0) {
+    if (blockIdx.x == gridDim.x - 1) {  // has no more jobs than others
         static_assert(sizeof(Choice) % 4 == 0, "words");
 #pragma unroll 1
         for (int i = threadIdx.x; i < static_cast<int>(sizeof(Choice) / 4); i += THREADS)
@@ -186,34 +186,51 @@ __host__ __device__ constexpr int x_pitch(int row_bytes) {
     return (row_bytes + 511) / 512 * 512 + 64;
 }
 
-// A warp's jobs, each a product with ROWS adjacent rows of a weight: first, first + next and so on
-// below last. BaseOf: from a job to the address of its rows.
+// Warps that share jobs, each with some adjacent columns: so a few jobs keep all warps of a block
+// busy equally long. The size divides WARPS. It does not depend on the number of tokens, nor does,
+// therefore, the order of a sum.
+struct Team {
+    int size, count, number, part;  // count of teams, number of this one, part of this warp
+
+    __device__ explicit Team(int size)
+        : size(size),
+          count(WARPS / size),
+          number(static_cast<int>(threadIdx.x) / 32 / size),
+          part(static_cast<int>(threadIdx.x) / 32 % size) {}
+};
+
+// A warp's part of jobs, each a product with ROWS adjacent rows of a weight: those of its team,
+// below `jobs`. BaseOf: from a job to the address of its rows.
 template <int ROWS, class BaseOf>
 struct Stream {
     static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row in a stage
 
     unsigned ring;  // of this warp
-    int stages, row_bytes, steps;
-    int job, last, next;
+    int stages, row_bytes, first_column, steps;
+    int job, jobs, next;
     const BaseOf& base_of;
     // Of the next copy, and of the next product.
     int step, to, from;
     const char* base;
 
-    __device__ Stream(unsigned ring, int stages, int row_bytes, int first, int last, int next,
+    __device__ Stream(unsigned ring, int stages, int row_bytes, const Team& team, int jobs,
                       const BaseOf& base_of)
         : ring(ring),
           stages(stages),
           row_bytes(row_bytes),
-          steps((row_bytes + WIDTH - 1) / WIDTH),
-          job(first),
-          last(last),
-          next(next),
+          job(team.number),
+          jobs(jobs),
+          next(team.count),
           base_of(base_of),
           step(0),
           to(0),
           from(0),
           base(nullptr) {
+        const int all = (row_bytes + WIDTH - 1) / WIDTH;
+        const int most = (all + team.size - 1) / team.size;
+        first_column = team.part * most * WIDTH;
+        steps = min(most, all - team.part * most);
+        if (steps <= 0) job = jobs;  // as many warps are not needed
 #pragma unroll 1
         for (int s = 0; s < stages; s++) copy();
     }
@@ -222,9 +239,9 @@ struct Stream {
     __device__ void copy() {
         constexpr int CHUNKS = WIDTH / 16,
                       ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
-        if (job < last) {
+        if (job < jobs) {
             const int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
-            const int column = step * WIDTH + chunk * 16;
+            const int column = first_column + step * WIDTH + chunk * 16;
             const bool valid = column < row_bytes;
             if (step == 0) base = base_of(job);
             const char* source = base + row * row_bytes + (valid ? column : 0);
@@ -256,8 +273,9 @@ struct Stream {
         __syncwarp();
     }
 
-    // The product of the next job's rows with x: lane l has that of row l / 4 with tokens l % 4 * 2
-    // and the next, then of row l / 4 + 8. x: address of the row of token l / 4, 0 for zeros.
+    // The product of this part of the next job's rows with x: lane l has that of row l / 4 with
+    // tokens l % 4 * 2 and the next, then of row l / 4 + 8. x: address of the row of token l / 4, 0
+    // for zeros.
     template <typename In>
     __device__ void multiply(unsigned x, float (&sums)[4]) {
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -275,8 +293,8 @@ struct Stream {
                 const uint4 upper = load_shared(place);
                 const uint4 lower =
                     ROWS == 16 ? load_shared(place + 8 * WIDTH) : make_uint4(0, 0, 0, 0);
-                const uint4 values =
-                    x ? load_shared(x + s * WIDTH + chunk * 16) : make_uint4(0, 0, 0, 0);
+                const uint4 values = x ? load_shared(x + first_column + s * WIDTH + chunk * 16)
+                                       : make_uint4(0, 0, 0, 0);
                 const unsigned first[4] = {upper.x, lower.x, upper.y, lower.y};
                 const unsigned second[4] = {upper.z, lower.z, upper.w, lower.w};
                 mma<In>(parts[i % 2 * 2], first, values.x, values.y);

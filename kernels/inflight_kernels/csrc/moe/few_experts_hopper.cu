@@ -1,30 +1,29 @@
 // The experts of few tokens, as two kernels: gate and up, then down and the sum of a token's
 // experts. See few.cuh. Blocks of both fit on a multiprocessor at once, so that the second kernel
 // reads its weights while the first one still runs.
-#include "linear/gemm_hopper.cuh"
 #include "moe/few.cuh"
 #include "moe/gates.cuh"
 
 namespace few {
 
-// Dynamic shared memory: the warps' rings, rows of x, what tokens choose, and what is used
-// meanwhile.
+// Dynamic shared memory: the warps' rings, rows of x, what tokens choose, and what is used to
+// choose.
 struct Memory {
-    char* all_rings;
     unsigned ring;  // of this warp
     char* x;
     Choice& choice;
-    Scratch& scratch;
-    float* rest;
+    Scratch& scratch;  // until experts are chosen; then for partial sums
+    float* ranks;      // of choose_all
 
     __device__ Memory(char* all, int stages, int x_bytes)
-        : all_rings(all),
-          ring(shared_address(all) + threadIdx.x / 32 * stages * STAGE),
+        : ring(shared_address(all) + threadIdx.x / 32 * stages * STAGE),
           x(all + WARPS * stages * STAGE),
           choice(*reinterpret_cast<Choice*>(x + x_bytes)),
           scratch(*reinterpret_cast<Scratch*>(&choice + 1)),
-          rest(reinterpret_cast<float*>(&scratch + 1)) {}
+          ranks(reinterpret_cast<float*>(&scratch + 1)) {}
 };
+
+constexpr int PARTIAL_SUMS = 2304;  // floats
 
 // A layer's gate and up.
 template <typename In, typename T>
@@ -35,47 +34,81 @@ struct GateUp {
     T* inner;                    // [T * k, width]
     int hidden, width, gate;
 
-    // By all blocks; `scale_of` returns the scale of a token's x, if it has 8 bits.
-    template <class ScaleOf>
-    __device__ void run(const Memory& at, int num_tokens, int top_k, int stages,
-                        const ScaleOf& scale_of) const {
+    // By all blocks, which hand on what tokens choose; `scale_of` returns the scale of a token's x,
+    // if it has 8 bits. A job is 8 columns of an expert's inner layer. Teams leave the sums of some
+    // jobs in shared memory, from where a thread takes those of one column and token.
+    __device__ void run(const Memory& at, Choice* handed_on, const float* x_scales, int num_tokens,
+                        int top_k, int stages, int team_size) const {
         const Choice& choice = at.choice;
         const int row_bytes = hidden * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+        const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+        const int block = blockIdx.x, blocks = gridDim.x;
         const Divisor units(width / 8);
-        const int jobs = choice.count * units.number;
-        const auto first_row = [&](int job) {
+        const int jobs = (choice.count * units.number - block + blocks - 1) / blocks;
+        const auto first_row = [&](int own) {
+            const int job = block + own * blocks;
             return choice.experts[units.quotient(job)] * 2 * width + units.remainder(job) * 16;
         };
-        const auto base_of = [&](int job) {
+        const auto base_of = [&](int own) {
             return reinterpret_cast<const char*>(weight) +
-                   static_cast<long long>(first_row(job)) * row_bytes;
+                   static_cast<long long>(first_row(own)) * row_bytes;
         };
-        const int first = warp * gridDim.x + blockIdx.x, next = WARPS * gridDim.x;
-        Stream<16, decltype(base_of)> stream(at.ring, stages, row_bytes, first, jobs, next,
-                                             base_of);
+        const Team team(team_size);
+        Stream<16, decltype(base_of)> stream(at.ring, stages, row_bytes, team, jobs, base_of);
+        hand_on(choice, handed_on);  // while the first weights arrive
         const unsigned own_x = g < num_tokens ? shared_address(at.x + g * pitch) : 0;
+
+        float* const partial =
+            reinterpret_cast<float*>(&at.scratch);  // [jobs, team_size, 16, tokens]
+        const int part_floats = 16 * num_tokens, job_floats = team_size * part_floats + 8;
+        const int at_once = min(THREADS / (8 * num_tokens), PARTIAL_SUMS / job_floats);
+        const int place = threadIdx.x / 8, column = threadIdx.x % 8;
+        const int finished = place / num_tokens, token = place % num_tokens;
+        int job = team.number;
 #pragma unroll 1
-        for (int job = first; job < jobs; job += next) {
-            const int row = first_row(job) + g, which = units.quotient(job);
-            float scales[2] = {1.0f, 1.0f}, added[2] = {}, sums[4];
+        for (int start = 0; start < jobs; start += at_once) {
+            const int end = min(start + at_once, jobs), own = start + finished;
+            const bool finishes = finished < at_once && own < end;
+            float scales[2] = {1.0f, 1.0f}, added[2] = {};  // read before they are needed
+            const float factor = sizeof(In) == 1 && finishes ? load_l2(x_scales + token) : 1.0f;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                if (sizeof(In) == 1) scales[i] = __ldg(weight_scales + row + 8 * i);
-                if (bias) added[i] = static_cast<float>(bias[row + 8 * i]);
+                const int row = finishes ? first_row(own) + 8 * i + column : 0;
+                if (sizeof(In) == 1) scales[i] = __ldg(weight_scales + row);
+                if (bias) added[i] = static_cast<float>(bias[row]);
             }
-            stream.template multiply<In>(own_x, sums);
-            const int column = units.remainder(job) * 8 + g;
+#pragma unroll 1
+            for (; job < end; job += team.count) {
+                float sums[4];
+                stream.template multiply<In>(own_x, sums);
+                float* const to =
+                    partial + (job - start) * job_floats + team.part * part_floats + g * num_tokens;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int token = 2 * q + i, rank = choice.ranks[which][token];
-                if (rank < 0) continue;
-                const float factor = sizeof(In) == 1 ? scale_of(token) : 1.0f;
-                const float a = sums[i] * (factor * scales[0]) + added[0];
-                const float b = sums[2 + i] * (factor * scales[1]) + added[1];
-                inner[(token * top_k + rank) * width + column] =
-                    narrow<T>(gate == CLAMPED ? clamped_swiglu(a, b) : silu_mul(a, b));
+                for (int i = 0; i < 2; i++) {
+                    if (2 * q + i >= num_tokens) continue;
+                    to[2 * q + i] = sums[i];
+                    to[8 * num_tokens + 2 * q + i] = sums[2 + i];
+                }
             }
+            __syncthreads();
+            if (finishes) {
+                const float* const from =
+                    partial + finished * job_floats + column * num_tokens + token;
+                float sums[2] = {};
+#pragma unroll 1
+                for (int part = 0; part < team_size; part++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+                        sums[i] += from[part * part_floats + i * 8 * num_tokens];
+                const int number = block + own * blocks;
+                const int rank = choice.ranks[units.quotient(number)][token];
+                const float a = sums[0] * (factor * scales[0]) + added[0];
+                const float b = sums[1] * (factor * scales[1]) + added[1];
+                if (rank >= 0)
+                    inner[(token * top_k + rank) * width + units.remainder(number) * 8 + column] =
+                        narrow<T>(gate == CLAMPED ? clamped_swiglu(a, b) : silu_mul(a, b));
+            }
+            if (end < jobs) __syncthreads();
         }
     }
 };
@@ -91,9 +124,12 @@ struct GateUp {
 //   weight and what follows: see GateUp; gate SILU or CLAMPED, width a multiple of 8, and rows of x
 //          and the weight of 16 bytes
 //
+//   stages  of a warp's ring
+//   team_size  warps that share a job, which divides WARPS
+//
 // Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * x_pitch(of hidden),
-// sizeof(Choice), sizeof(Scratch), and num_experts floats, rounded up to 32, for each warp if there
-// are groups.
+// sizeof(Choice), and the larger of PARTIAL_SUMS floats and sizeof(Scratch) with, if
+// there are groups, num_experts floats, rounded up to 32, for each warp.
 template <typename In, typename T, int PER_LANE>
 __global__ void __launch_bounds__(few::THREADS, 2)
     few_gate_up(const In* x, const float* x_scales, const float* logits, int stride, int parts,
@@ -101,7 +137,7 @@ __global__ void __launch_bounds__(few::THREADS, 2)
                 int num_shared, int num_experts, int top_k, int flags, int num_groups,
                 int top_groups, float scale, few::Choice* choice, const In* weight,
                 const float* weight_scales, const T* bias, T* inner, int num_tokens, int hidden,
-                int width, int gate, int stages) {
+                int width, int gate, int stages, int team_size) {
     using namespace few;
     extern __shared__ __align__(128) char memory[];
     const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,
@@ -110,240 +146,26 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     const int row_bytes = hidden * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
     const Memory at(memory, stages, num_tokens * pitch);
     pdl_wait();
+    // They arrive while experts are chosen.
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_tokens * (pitch / 16); i += THREADS) {
         const int token = i / (pitch / 16), column = i % (pitch / 16) * 16;
-        const char* const source =
-            reinterpret_cast<const char*>(x) + static_cast<long long>(token) * row_bytes + column;
-        store_vector(at.x + token * pitch + column,
-                     column < row_bytes ? load_vector(source) : make_uint4(0, 0, 0, 0));
+        const bool valid = column < row_bytes;
+        const char* const row = reinterpret_cast<const char*>(x) + token * row_bytes;
+        ptx::copy_async(shared_address(at.x + token * pitch + column), row + (valid ? column : 0),
+                        valid);
     }
+    ptx::commit_copies();
     const auto logit = [&](int token, int column) {
         return load_l2(logits + token * stride + column);
     };
-    choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, at.rest);
-    hand_on(at.choice, choice);
+    choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, at.ranks);
+    ptx::wait_copies<0>();
+    __syncthreads();
     const GateUp<In, T> layer = {weight, weight_scales, bias, inner, hidden, width, gate};
-    layer.run(at, num_tokens, router.all_top_k(), stages,
-              [&](int token) { return load_l2(x_scales + token); });
+    layer.run(at, choice, x_scales, num_tokens, router.all_top_k(), stages, team_size);
 }
 
-namespace few {
-
-constexpr int CLUSTER = 8;
-constexpr int ROUTER_ROWS = 16;  // of a block
-
-// Sums over a warp of N values of each lane, a power of two of at most 16: lane l has that with the
-// number that the upper bits of l are.
-template <int N>
-__device__ float warp_sums(float (&values)[N]) {
-    constexpr int STEPS = N == 16 ? 4 : N == 8 ? 3 : N == 4 ? 2 : N == 2 ? 1 : 0;
-    static_assert(1 << STEPS == N, "a power of two");
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        const int kept = N >> (step + 1), distance = 16 >> step;
-        const bool upper = threadIdx.x & distance;
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) {
-            if (i >= kept) continue;
-            const float sent = upper ? values[i] : values[i + kept];
-            values[i] =
-                (upper ? values[i + kept] : values[i]) + __shfl_xor_sync(FULL_WARP, sent, distance);
-        }
-    }
-    float sum = values[0];
-#pragma unroll
-    for (int distance = 16 >> STEPS; distance > 0; distance /= 2)
-        sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-    return sum;
-}
-
-__device__ inline void send(float* place, int rank, float value) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "st.shared::cluster.f32 [there], %2;\n"
-        "}" ::"r"(shared_address(place)),
-        "r"(rank), "f"(value)
-        : "memory");
-}
-
-// x of a mixture: the norm of a residual stream; see score_experts (few_scores_hopper.cu).
-template <typename T, typename R>
-struct NormedStream {
-    const T* x;
-    const R* residual;
-    const float* norm;
-    R* total;
-    T* out;
-    int hidden;
-    float eps;
-};
-
-// What blocks of a cluster exchange, in shared memory.
-struct Exchange {
-    float logits[TOKENS][CLUSTER * ROUTER_ROWS];
-    float scales[TOKENS];  // of x in 8 bits
-    float products[WARPS][ROUTER_ROWS];
-    unsigned maxima[WARPS];
-    float squares[32];
-};
-
-// The norm of each token -> rows of x in shared memory, and its products with `count` rows of the
-// router, which `rows` has in shared memory, -> the logits from `first_logit` on in all blocks of
-// the cluster. The copies of `rows` may be on their way.
-template <typename In, typename T, typename R, int VECTORS, bool ADD>
-__device__ void score_rows(const NormedStream<T, R>& stream, const T* rows, int first_logit,
-                           int count, int num_tokens, char* x, Exchange& to) {
-    constexpr int N = VECTOR<T>, M = VECTOR<R>, PARTS = N / M;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, hidden = stream.hidden;
-    const int row_bytes = hidden * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
-    const bool writes = blockIdx.x == 0;
-    const auto column_of = [&](int i) { return (i * THREADS + static_cast<int>(threadIdx.x)) * N; };
-    float norms[VECTORS][N];
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++)
-        if (column_of(i) < hidden) load_floats(stream.norm + column_of(i), norms[i]);
-    pdl_wait();
-#pragma unroll 1
-    for (int token = 0; token < num_tokens; token++) {
-        const int start = token * hidden;
-        float values[VECTORS][N] = {}, squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            const int column = column_of(i);
-            if (column >= hidden) continue;
-            unpack<T>(load_vector(stream.x + start + column), values[i]);
-            if constexpr (ADD) {
-#pragma unroll
-                for (int part = 0; part < PARTS; part++) {
-                    const int place = start + column + part * M;
-                    float more[M];
-                    unpack<R>(load_vector(stream.residual + place), more);
-                    float (&sum)[M] = *reinterpret_cast<float (*)[M]>(values[i] + part * M);
-#pragma unroll
-                    for (int j = 0; j < M; j++) sum[j] += more[j];
-                    if (writes) store_vector(stream.total + place, pack<R>(sum));
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < N; j++) squares += values[i][j] * values[i][j];
-        }
-        if (token == 0) ptx::wait_copies<0>();  // of this thread; a barrier follows
-        const float scale = rsqrtf(block_sum(squares, to.squares) / hidden + stream.eps);
-
-        char* const x_row = x + token * pitch;
-        unsigned largest = 0;
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            if (column_of(i) >= hidden) continue;
-#pragma unroll
-            for (int j = 0; j < N; j++) values[i][j] *= scale * norms[i][j];
-            const uint4 rounded = pack<T>(values[i]);
-            if (writes) store_vector(stream.out + start + column_of(i), rounded);
-            unpack<T>(rounded, values[i]);
-            if (SAME<In, T>) store_vector(x_row + column_of(i) * sizeof(T), rounded);
-#pragma unroll
-            for (int j = 0; j < N; j++) largest = max(largest, magnitude(values[i][j]));
-        }
-        float sums[ROUTER_ROWS] = {};
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            if (column_of(i) >= hidden) continue;
-#pragma unroll
-            for (int r = 0; r < ROUTER_ROWS; r++) {
-                float w[N];  // of a row that does not exist those of the first
-                unpack<T>(load_vector(rows + (r < count ? r : 0) * hidden + column_of(i)), w);
-#pragma unroll
-                for (int j = 0; j < N; j++) sums[r] += values[i][j] * w[j];
-            }
-        }
-        const float sum = warp_sums(sums);
-        constexpr int LANES = 32 / ROUTER_ROWS;  // with the same sum
-        if (lane % LANES == 0) to.products[warp][lane / LANES] = sum;
-        largest = __reduce_max_sync(FULL_WARP, largest);
-        if (lane == 0) to.maxima[warp] = largest;
-        __syncthreads();
-        if (threadIdx.x < CLUSTER * ROUTER_ROWS) {
-            const int rank = threadIdx.x / ROUTER_ROWS, row = threadIdx.x % ROUTER_ROWS;
-            float logit = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) logit += to.products[w][row];
-            if (row < count) send(&to.logits[token][first_logit + row], rank, logit);
-        }
-        if constexpr (!SAME<In, T>) {
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) largest = max(largest, to.maxima[w]);
-            const RowScale<In> quantized(largest);
-            if (threadIdx.x == 0) to.scales[token] = quantized.scale;
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++)
-                if (column_of(i) < hidden)
-                    store_bytes<T>(reinterpret_cast<In*>(x_row) + column_of(i), quantized,
-                                   values[i]);
-        }
-#pragma unroll 1
-        for (int i = row_bytes + threadIdx.x * 16; i < pitch; i += THREADS * 16)
-            store_vector(x_row + i, make_uint4(0, 0, 0, 0));
-    }
-}
-
-}  // namespace few
-
-// few_gate_up from the residual stream on: x is its norm, and logits are the products of that,
-// rounded to T, with a router [columns, hidden] of up to CLUSTER * ROUTER_ROWS rows, columns =
-// parts * rows. Each block multiplies with some of them, and blocks of a cluster exchange what they
-// have.
-//
-//   x and what follows: see score_experts (few_scores_hopper.cu), with `residual` and `total`
-//          if ADD
-//
-// Dynamic shared memory: as of few_gate_up, and sizeof(Exchange). The rings have room for the rows
-// of the router of a block.
-template <typename In, typename T, typename R, int VECTORS, bool ADD, int PER_LANE>
-__global__ void __cluster_dims__(few::CLUSTER, 1, 1) __launch_bounds__(few::THREADS, 2)
-    few_scored_gate_up(const T* x, const R* residual, const float* norm, R* total, T* out,
-                       float eps, const T* router_weight, int parts, int rows,
-                       const float* router_bias, const float* select_bias, int shared_gate,
-                       int num_shared, int num_experts, int top_k, int flags, int num_groups,
-                       int top_groups, float scale, few::Choice* choice, const In* weight,
-                       const float* weight_scales, const T* bias, T* inner, int num_tokens,
-                       int hidden, int width, int gate, int stages) {
-    using namespace few;
-    extern __shared__ __align__(128) char memory[];
-    const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,
-                                 rows,        0,           flags,       num_groups, top_groups,
-                                 shared_gate, num_shared,  scale};
-    const int pitch = x_pitch(hidden * static_cast<int>(sizeof(In)));
-    const Memory at(memory, stages, num_tokens * pitch);
-    Exchange& exchange = *reinterpret_cast<Exchange*>(at.rest);
-    // A block must have started before anything is sent to it.
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    const int own_rows = (parts * rows + CLUSTER - 1) / CLUSTER;
-    const int first_logit = gemm::rank_in_cluster() * own_rows;
-    const int count = max(min(parts * rows - first_logit, own_rows), 0);
-    // No kernel writes weights: they are read while the preceding one ends.
-    const char* const source = reinterpret_cast<const char*>(router_weight + first_logit * hidden);
-#pragma unroll 4
-    for (int i = threadIdx.x * 16; i < count * hidden * static_cast<int>(sizeof(T));
-         i += THREADS * 16)
-        ptx::copy_async(shared_address(at.all_rings + i), source + i, true);
-    ptx::commit_copies();
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    const NormedStream<T, R> stream = {x, residual, norm, total, out, hidden, eps};
-    score_rows<In, T, R, VECTORS, ADD>(stream, reinterpret_cast<const T*>(at.all_rings),
-                                       first_logit, count, num_tokens, at.x, exchange);
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
-    const auto logit = [&](int token, int column) { return exchange.logits[token][column]; };
-    float* const ranks = reinterpret_cast<float*>(&exchange + 1);
-    choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, ranks);
-    hand_on(at.choice, choice);
-    const GateUp<In, T> layer = {weight, weight_scales, bias, inner, hidden, width, gate};
-    layer.run(at, num_tokens, router.all_top_k(), stages,
-              [&](int token) { return exchange.scales[token]; });
-}
 namespace few {
 
 // Vectors of T of a row that each lane reads at once.
@@ -430,13 +252,13 @@ __device__ void load_rows(const T* rows, int count, int width, char* to, int pit
 //   shared, total [T, hidden], hidden a multiple of 8
 //
 // Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * top_k * (x_pitch(of width) +
-// 4), 64 bytes for each pair of a token and its expert and each 8 rows of a block, and
-// sizeof(Choice).
+// 4), (1 + team_size) * 32 bytes for each pair of a token and its expert and each 8 rows of a
+// block, and sizeof(Choice).
 template <typename In, typename T>
 __global__ void __launch_bounds__(few::THREADS, 2)
     few_down(const T* inner, const few::Choice* from, const In* weight, const float* weight_scales,
              const T* bias, const T* shared, T* total, int adds, int num_tokens, int top_k,
-             int hidden, int width, int stages) {
+             int hidden, int width, int stages, int team_size) {
     using namespace few;
     extern __shared__ __align__(128) char memory[];
     const int row_bytes = width * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
@@ -444,15 +266,16 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     // Eight rows of the weights at a time: those of this block, at most and actually.
     const int units = hidden / 8, most = (units + blocks - 1) / blocks;
     const int own_units = (units - static_cast<int>(blockIdx.x) + blocks - 1) / blocks;
-    const int x_bytes = (pairs * pitch + pairs * 4 + 2 * most * pairs * 32 + 15) / 16 * 16;
+    const int x_bytes =
+        (pairs * pitch + pairs * 4 + (1 + team_size) * most * pairs * 32 + 15) / 16 * 16;
     const Memory at(memory, stages, x_bytes);
     float* const scales = reinterpret_cast<float*>(at.x + pairs * pitch);
-    float* const sums_of = scales + pairs;                 // [own_units, pairs, 8]
-    float* const row_scales = sums_of + most * pairs * 8;  // of weights, [jobs, 8]
+    float* const row_scales = scales + pairs;              // of weights, [jobs, 8]
+    float* const sums_of = row_scales + most * pairs * 8;  // [team_size, most, pairs, 8]
 
     take_over(from, at.choice);
     const Choice& choice = at.choice;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const Divisor count(choice.count);
     const int jobs = own_units * choice.count;
     const auto first_row = [&](int job) {
@@ -464,7 +287,8 @@ __global__ void __launch_bounds__(few::THREADS, 2)
                static_cast<long long>(first_row(job)) * row_bytes;
     };
     // No kernel writes weights: they are read while the preceding one ends.
-    Stream<8, decltype(base_of)> stream(at.ring, stages, row_bytes, warp, jobs, WARPS, base_of);
+    const Team team(team_size);
+    Stream<8, decltype(base_of)> stream(at.ring, stages, row_bytes, team, jobs, base_of);
     if constexpr (sizeof(In) == 1) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < jobs * 8; i += THREADS)
@@ -476,9 +300,9 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     __syncthreads();
 
 #pragma unroll 1
-    for (int job = warp; job < jobs; job += WARPS) {
+    for (int job = team.number; job < jobs; job += team.count) {
         const int row = first_row(job) + g, which = count.remainder(job);
-        const float added = bias ? static_cast<float>(bias[row]) : 0.0f;
+        const float added = bias && team.part == 0 ? static_cast<float>(bias[row]) : 0.0f;
         const int own = choice.ranks[which][g];
         float sums[4];
         stream.template multiply<In>(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch),
@@ -489,7 +313,8 @@ __global__ void __launch_bounds__(few::THREADS, 2)
             if (rank < 0) continue;
             const int pair = token * top_k + rank;
             const float both = sizeof(In) == 1 ? row_scales[job * 8 + g] * scales[pair] : 1.0f;
-            sums_of[(count.quotient(job) * pairs + pair) * 8 + g] = sums[i] * both + added;
+            const int unit = team.part * most + count.quotient(job);
+            sums_of[(unit * pairs + pair) * 8 + g] = sums[i] * both + added;
         }
     }
     __syncthreads();
@@ -501,7 +326,13 @@ __global__ void __launch_bounds__(few::THREADS, 2)
             total + static_cast<long long>(token) * hidden + (blockIdx.x + unit * blocks) * 8 + row;
         float sum = adds ? static_cast<float>(*to) : 0.0f;
 #pragma unroll 1
-        for (int r = 0; r < top_k; r++) sum += choice.weights[token][r] * parts_of[r * 8];
+        for (int r = 0; r < top_k; r++) {
+            float output = parts_of[r * 8];
+#pragma unroll 1
+            for (int part = 1; part < team_size; part++)
+                output += parts_of[(part * most * pairs + r) * 8];
+            sum += choice.weights[token][r] * output;
+        }
         if (shared) sum += choice.weights[token][top_k] * static_cast<float>(shared[to - total]);
         *to = narrow<T>(sum);
     }

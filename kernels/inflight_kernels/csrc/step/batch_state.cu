@@ -7,6 +7,7 @@
 // As in batch_state.py.
 constexpr int NUM_CHUNKS = 0, RING_INDEX = 1, NUM_TOKENS = 2, NUM_ROWS = 3;
 constexpr int OK = 0;  // a status
+constexpr int RESULT_ROWS = 5, NOT_DRAFTED = -1;
 
 // Writes table entries: tables[places[i]] = blocks[i].
 extern "C" __global__ void write_tables(const int* places, const int* blocks, int n, int* tables) {
@@ -105,7 +106,8 @@ extern "C" __global__ void begin_step(
 // them to the host's memory (results). Row i of a chunk was sampled after the first i drafts, so it
 // is accepted if these are. Rows whose next token is given sample nothing.
 //
-//   results [ring, 4, max_rows]: tokens, logprobs as bits, statuses; number accepted of each chunk
+//   results [ring, RESULT_ROWS, max_rows]: tokens, logprobs as bits, statuses; of each chunk the
+//                                          number of accepted rows, and that of the drafts it had
 //   history [slots, width], may be null: the sequences' tokens
 extern "C" __global__ void end_step(const int* header, const int* sample_slots,
                                     const int* row_start, const int* given,
@@ -124,7 +126,7 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
     int first = row_start[chunk];
     const int last = row_start[chunk + 1];
     for (int row = first; row < last; row++) count_slots[row] = -1;
-    int* result = results + static_cast<long long>(header[RING_INDEX]) * 4 * max_rows;
+    int* result = results + static_cast<long long>(header[RING_INDEX]) * RESULT_ROWS * max_rows;
     if (slot < 0) {
         result[3 * max_rows + chunk] = 0;
         return;
@@ -148,6 +150,13 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
     result[3 * max_rows + chunk] = row + 1 - first;
     last_tokens[slot] = chosen[row];
     last_positions[slot] = static_cast<int>(sample_positions[row]);
+    if (num_drafts == 0) return;
     // Clear the drafts: they must not be used for the next step.
-    for (int i = 0; i < num_drafts; i++) drafts[slot * num_drafts + i] = -1;
+    int* const own = drafts + slot * num_drafts;
+    int num_proposed = own[0] == NOT_DRAFTED ? NOT_DRAFTED : 0;
+    for (int i = 0; i < num_drafts; i++) {
+        if (own[i] >= 0) num_proposed++;
+        own[i] = NOT_DRAFTED;
+    }
+    result[4 * max_rows + chunk] = num_proposed;
 }

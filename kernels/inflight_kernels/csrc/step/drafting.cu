@@ -7,11 +7,13 @@ typedef unsigned long long u64;
 
 constexpr int THREADS = 256;
 
+constexpr int NO_DRAFT = -2;  // as in batch_state.py
+
 // Each occurrence of the last token is a match; the longest and, among equals, the latest wins.
 // Both are encoded in one number, whose maximum is computed.
 extern "C" __global__ void __launch_bounds__(THREADS)
     draft_ngram(const int* slots, const int* last_positions, const int* history, int width,
-                int* drafts, int num_drafts, int max_match, int min_match) {
+                int* drafts, int num_drafts, int max_match, int min_match, int per_match) {
     pdl_wait();
     pdl_launch_dependents();
     const int slot = slots[blockIdx.x];
@@ -42,8 +44,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int warp = 0; warp < THREADS / 32; warp++)
         if (bests[warp] > best) best = bests[warp];
     const int start = static_cast<int>(best & 0xffffffff) + 1;
+    const int num_matched = static_cast<int>(best >> 32);
+    const int count = per_match ? min(num_drafts, per_match * num_matched) : num_drafts;
     for (int i = threadIdx.x; i < num_drafts; i += THREADS)
-        drafts[slot * num_drafts + i] = best == 0 ? -1 : tokens[start + i % (last + 1 - start)];
+        drafts[slot * num_drafts + i] =
+            best == 0 || i >= count ? NO_DRAFT : tokens[start + i % (last + 1 - start)];
 }
 
 // ---------------------------------------------------------------- draft models

@@ -1,10 +1,10 @@
-"""Mixtures of experts for few tokens, in two kernels: gate and up of all experts, together with the
-router and the norm before it, and down with the sum of a token's experts.
+"""Mixtures of experts for few tokens, in three kernels: the norm and the router's logits, gate and
+up of all experts, and down with the sum of a token's experts.
 
 Shapes: T tokens, at most MAX_TOKENS, E experts, k experts per token, d columns of the residual
 stream, w of an expert's inner layer.
 
-What `routing`, `rows` and `products` do in six kernels takes longer than reading the weights if
+What `routing`, `rows` and `products` do in more kernels takes longer than reading the weights if
 there are few tokens. Weights have the same layout in both.
 """
 
@@ -24,8 +24,6 @@ from inflight_kernels.ops.linear.operands import (
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.moe.few_sizes import (
     CHOICE_BYTES,
-    CLUSTER,
-    EXCHANGE_VECTORS,
     MAX_TOKENS,
     PER_LANE,
     THREADS,
@@ -199,59 +197,7 @@ def gate_up(
         sizes.width,
         layer.gate,
         stages,
-        shared=shared,
-        pdl=pdl,
-    )
-
-
-def scored_gate_up(
-    x: NormedRows | SummedRows,
-    weight: Tensor,
-    router: Router,
-    layer: GateUp,
-    *,
-    choice: Tensor,
-    normed: Tensor,
-    out: Tensor,
-    pdl: bool = False,
-) -> None:
-    """`score` and `gate_up` in one, where `Sizes.scores`; saves a kernel.
-
-    Args:
-        x: T rows of d values.
-        weight: [router.columns, d] bfloat16, of the router; no kernel writes it.
-        router, layer, choice, out, pdl: as of `gate_up`.
-        normed: [T or more, d] bfloat16, for the norm, which others may use.
-
-    Raises:
-        ValueError: as of both.
-    """
-    num_tokens, hidden = x.rows.shape
-    sizes = _check_gate_up(num_tokens, router, layer, choice, out)
-    sums = _check_stream(x, normed)
-    check("router", weight, (router.columns, hidden), torch.bfloat16)
-    if not sizes.scores(num_tokens, router.columns):
-        raise ValueError(f"{router.columns} columns of logits of {sizes} do not fit")
-    stages, shared = sizes.gate_up_shared(num_tokens)
-    name = _scored_name(values_of(layer.weight).dtype, hidden, isinstance(x, SummedRows))
-    kernel("few_experts_hopper", name)(
-        num_multiprocessors() // CLUSTER * CLUSTER,
-        THREADS,
-        x.rows,
-        sums[0],
-        x.weight,
-        sums[1],
-        normed,
-        x.eps,
-        weight,
-        *router.arguments(0)[1:],
-        choice,
-        *layer.arguments(out),
-        num_tokens,
-        hidden,
-        sizes.width,
-        layer.gate,
-        stages,
+        sizes.gate_up_team,
         shared=shared,
         pdl=pdl,
     )
@@ -309,6 +255,7 @@ def down(
         hidden,
         width,
         stages,
+        sizes.down_team,
         shared=shared_bytes,
         pdl=pdl,
     )
@@ -381,12 +328,6 @@ def _gate_up_name(dtype: torch.dtype, num_experts: int) -> str:
     return f"few_gate_up<{_value_type(dtype)}, {_STORAGE}, {per_lane}>"
 
 
-def _scored_name(dtype: torch.dtype, hidden: int, adds: bool) -> str:
-    vectors = next(count for count in EXCHANGE_VECTORS if hidden <= 8 * THREADS * count)
-    sums = f"{vectors}, {'true' if adds else 'false'}, {PER_LANE[0]}"
-    return f"few_scored_gate_up<{_value_type(dtype)}, {_STORAGE}, {_sum_type(adds)}, {sums}>"
-
-
 def _down_name(dtype: torch.dtype) -> str:
     return f"few_down<{_value_type(dtype)}, {_STORAGE}>"
 
@@ -408,12 +349,6 @@ def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     dtypes = (torch.bfloat16, *BYTE_TYPES)
     experts = [_gate_up_name(dtype, 32 * count) for dtype in dtypes for count in PER_LANE]
-    experts += [
-        _scored_name(dtype, 8 * THREADS * vectors, adds)
-        for dtype in dtypes
-        for vectors in EXCHANGE_VECTORS
-        for adds in (False, True)
-    ]
     experts += [_down_name(dtype) for dtype in dtypes]
     scores = tuple(
         _score_name(_value_type(dtype), per_thread, adds)

@@ -22,11 +22,13 @@ THREADS = 32 * _WARPS
 _STAGE_BYTES = 4096
 CHOICE_BYTES = 4 * (1 + _MAX_PAIRS + MAX_TOKENS * _MAX_TOP_K) + _MAX_PAIRS * MAX_TOKENS
 _SCRATCH_BYTES = 4 * (MAX_TOKENS * _MAX_TOP_K + MAX_EXPERTS)
-CLUSTER = 8
-_BLOCK_ROWS = 16
-_EXCHANGE_BYTES = 4 * (MAX_TOKENS * CLUSTER * _BLOCK_ROWS + MAX_TOKENS + _WARPS * 17 + 32)
-EXCHANGE_VECTORS = (1, 2)
+_PARTIAL_BYTES = 4 * 2304
 PER_LANE = (4, MAX_EXPERTS // 32)
+
+# Bytes of a row in a stage.
+_GATE_UP_WIDTH, _DOWN_WIDTH = _STAGE_BYTES // 16, _STAGE_BYTES // 8
+# The preferred ones first, as measured on an H200 (benchmarks/notes.md).
+_GATE_UP_TEAMS, _DOWN_TEAMS = (8, 4, 2, 1), (1, 2, 4, 8)
 
 # Of a multiprocessor; the driver reserves some for each block.
 _SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
@@ -35,8 +37,8 @@ _SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 _STAGES_TOGETHER = ((2, 4), (2, 3), (2, 2))
 _STAGES_ALONE = (4, 3, 2)
 
-# Of weights: above it, the kernels for any number of tokens are faster. Measured on an H100, and on
-# an H200 for one token of Mixtral 8x7B (benchmarks/notes.md).
+# Of the weights of several tokens' experts: above it, the kernels for any number of tokens are
+# faster. Measured on an H100 (benchmarks/notes.md).
 _MOST_BYTES = 200_000_000
 
 
@@ -64,24 +66,12 @@ class Sizes:
         return (
             1 <= num_tokens <= MAX_TOKENS
             and num_tokens * self.top_k <= _MAX_PAIRS
-            and self._weight_bytes(num_tokens) <= _MOST_BYTES
+            and (num_tokens == 1 or self._weight_bytes(num_tokens) <= _MOST_BYTES)
             and self.hidden * self.item_bytes % VECTOR_BYTES == 0
             and self.width * self.item_bytes % VECTOR_BYTES == 0
             and self.hidden % 8 == 0
             and self.width % 8 == 0
             and min(self.stages(num_tokens)) > 0
-        )
-
-    def scores(self, num_tokens: int, columns: int) -> bool:
-        """Whether `scored_gate_up` takes so many tokens, with so many columns of logits."""
-        rows = -(-columns // CLUSTER)
-        first, _ = self.stages(num_tokens)
-        return (
-            num_tokens == 1  # each further one takes longer than the kernel that is saved
-            and rows <= _BLOCK_ROWS
-            and self.num_experts <= 32 * PER_LANE[0]
-            and self.hidden <= 8 * THREADS * EXCHANGE_VECTORS[-1]
-            and 2 * rows * self.hidden <= first * _WARPS * _STAGE_BYTES
         )
 
     def _weight_bytes(self, num_tokens: int) -> int:
@@ -114,19 +104,42 @@ class Sizes:
         _, stages = self.stages(num_tokens)
         return stages, self._down_bytes(num_tokens) + stages * _WARPS * _STAGE_BYTES
 
+    @property
+    def gate_up_team(self) -> int:
+        """Warps that share rows of gate and up."""
+        jobs = -(-self.width // 8 * self.top_k // num_multiprocessors())
+        return _team_size(jobs, -(-self.hidden * self.item_bytes // _GATE_UP_WIDTH), _GATE_UP_TEAMS)
+
+    @property
+    def down_team(self) -> int:
+        """The same of down."""
+        stages = -(-self.width * self.item_bytes // _DOWN_WIDTH)
+        return _team_size(self._down_units * self.top_k, stages, _DOWN_TEAMS)
+
+    @property
+    def _down_units(self) -> int:
+        """Eight rows of a block, at most."""
+        return -(-self.hidden // 8 // num_multiprocessors())
+
     def _gate_up_bytes(self, num_tokens: int) -> int:
         """Besides the stages."""
         padded = -(-(self.num_experts + self.top_k) // 32) * 32  # with shared experts, at most
         ranks = 4 * _WARPS * padded if self.num_groups > 1 else 0
         x_bytes = num_tokens * _pitch(self.hidden * self.item_bytes)
-        return x_bytes + CHOICE_BYTES + _SCRATCH_BYTES + _EXCHANGE_BYTES + ranks
+        return x_bytes + CHOICE_BYTES + max(_SCRATCH_BYTES + ranks, _PARTIAL_BYTES)
 
     def _down_bytes(self, num_tokens: int) -> int:
         """The same."""
         pairs = num_tokens * self.top_k
-        units = -(-self.hidden // 8 // num_multiprocessors())
-        x_bytes = pairs * (_pitch(self.width * self.item_bytes) + 4 + 64 * units)
+        sums = 32 * self._down_units * (1 + self.down_team)
+        x_bytes = pairs * (_pitch(self.width * self.item_bytes) + 4 + sums)
         return -(-x_bytes // 16) * 16 + CHOICE_BYTES
+
+
+def _team_size(jobs: int, stages: int, sizes: tuple[int, ...]) -> int:
+    """The first size with which the busiest warp has the fewest stages, of a block's jobs for one
+    token."""
+    return min(sizes, key=lambda size: -(-jobs // (_WARPS // size)) * -(-stages // size))
 
 
 def _pitch(row_bytes: int) -> int:

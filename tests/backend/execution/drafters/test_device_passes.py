@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 import host_kernels
 from device_drafting import (
+    NUM_DRAFTS,
     DraftingClaims,
     GptOssRig,
     HeadClaims,
@@ -22,8 +24,10 @@ from device_drafting import (
     small_rig,
     ways,
 )
+from inflight.core.batch import Batch, StepOutput
 from inflight.engine.engine import generate
 from inflight.kv import budget
+from inflight_kernels.torch_ops.drafting import latest_match
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +114,7 @@ def test_model_and_drafter_share_the_memory(
     runner = engine.runner
     caches = runner._steps.caches  # type: ignore[attr-defined]
     own_layers = {"draft_model": 5, "eagle3": 1}.get(drafter["method"], 0)
-    scratch = 0 if drafter["method"] == "ngram" else 6
+    scratch = 0 if drafter["method"] in ("ngram", "suffix") else 6
     target = (5, 2, runner.num_blocks + (scratch if drafter["method"] == "self" else 0))
     expected = [target] + [(own_layers, 2, runner.num_blocks + scratch)] * bool(own_layers)
     assert [cache.shape[:3] for cache in caches] == expected
@@ -121,11 +125,48 @@ def test_model_and_drafter_share_the_memory(
     assert runner.step_costs.draft_seconds > 0.0
 
 
+@pytest.mark.parametrize(("method", "max_match", "per_match"), [("ngram", 4, 0), ("suffix", 32, 2)])
+@ways
+def test_a_runner_reports_how_many_drafts_the_text_had(
+    rig: Rig, method: str, max_match: int, per_match: int, way: str
+) -> None:
+    engine = rig.make_engine({"method": method, "prompt_lookup_min": 1}, **rig.ways[way])
+    assert engine.speculation is not None
+    observe = engine.speculation.observe
+    counts: list[int] = []
+
+    def observed(batch: Batch, output: StepOutput) -> None:
+        observe(batch, output)
+        for index, chunk in enumerate(batch.chunks):
+            if not chunk.num_drafts or chunk.is_stale or index not in output.num_proposed:
+                continue
+            tokens = chunk.sequence.token_ids[: -len(output.token_ids[index])]
+            found = latest_match(np.array(tokens), max_match, 1, NUM_DRAFTS, per_match)
+            assert output.num_proposed[index] == len(found)
+            counts.append(len(found))
+
+    engine.speculation.observe = observed  # type: ignore[method-assign]
+    assert generate(engine, rig.requests()) == rig.expected
+    assert {0, NUM_DRAFTS} <= set(counts)
+    if method == "suffix":
+        assert set(counts) - {0, NUM_DRAFTS}
+
+
 # ---------------------------------------------------------------- sequences that need the host
 
 
 @ways
-def test_a_sequence_needing_committed_tokens_uses_host_drafts(rig: Rig, way: str) -> None:
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param({"method": "ngram"}, id="ngram"),
+        pytest.param({"method": "suffix"}, id="suffix"),
+        pytest.param({"method": "suffix", "suffix_decoding_max_cached_tokens": 2000}, id="outputs"),
+    ],
+)
+def test_a_sequence_needing_committed_tokens_uses_host_drafts(
+    rig: Rig, way: str, drafter: dict[str, Any]
+) -> None:
     """What may follow depends on the tokens before: on drafted ones, too."""
     wanted = [
         msgspec.structs.replace(
@@ -137,6 +178,10 @@ def test_a_sequence_needing_committed_tokens_uses_host_drafts(rig: Rig, way: str
     ]
     expected = generate(rig.make_engine(**rig.ways[way]), wanted)
     assert expected != rig.expected, "something would have been repeated"
-    engine = rig.make_engine({"method": "ngram", "prompt_lookup_min": 1}, **rig.ways[way])
+    engine = rig.make_engine({"prompt_lookup_min": 1} | drafter, **rig.ways[way])
     assert generate(engine, wanted) == expected
+    again = [msgspec.structs.replace(one, request_id=100 + one.request_id) for one in wanted]
+    assert generate(engine, again) == {100 + one: ids for one, ids in expected.items()}
+    accepted = engine.metrics().value("spec_decode_num_accepted_tokens_from_outputs")
+    assert accepted > 20 if "suffix_decoding_max_cached_tokens" in drafter else accepted == 0
     assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens

@@ -81,6 +81,10 @@ def test_every_method_has_an_entry() -> None:
         ({"method": "self"}, "num_layers: is required by the method self$"),
         ({"num_layers": 2}, "num_layers: is not used by the method ngram$"),
         ({"method": "suffix", "model": "x"}, "model: is not used by the method suffix$"),
+        (
+            {"suffix_decoding_max_cached_tokens": 9},
+            "suffix_decoding_max_cached_tokens: is not used by the method ngram$",
+        ),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "echo"])

@@ -47,6 +47,7 @@ class ModelDrafter:
 
     def __init__(self, model: Decoder, cache: KVCache, num_layers: int | None = None) -> None:
         self.caches = [cache] if num_layers is None else []
+        self.from_outputs: set[int] = set()
         self._model = model
         self._cache = cache
         self._num_layers = num_layers

@@ -72,6 +72,7 @@ class Eagle3Drafter:
 
     def __init__(self, model: Head, cache: KVCache, target: Decoder) -> None:
         self.caches = [cache]
+        self.from_outputs: set[int] = set()
         self._model = model
         self._cache = cache
         self._target = target

@@ -6,8 +6,6 @@ output repeats its prompt or itself: edited code, quotations, tables, names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,9 +15,6 @@ from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Tar
 from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.kv.cache import KVCache
 from inflight_kernels.torch_ops.drafting import latest_match
-
-if TYPE_CHECKING:
-    from inflight.execution.device_batch import DeviceBatch
 
 _ROOM = 256  # tokens by which a history's array grows
 
@@ -36,6 +31,7 @@ class NgramDrafter:
         self._max_match = max_match
         self._min_match = min_match
         self.caches: list[KVCache] = []
+        self.from_outputs: set[int] = set()
         self._histories: dict[int, _History] = {}
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
@@ -76,34 +72,6 @@ class _History:
         return self._tokens[: self._length]
 
 
-class NgramDeviceDrafter(DeviceDrafter):
-    """The same on a GPU, one block of threads for each sequence.
-
-    Args:
-        max_match, min_match: see `NgramDrafter`.
-    """
-
-    def __init__(self, max_match: int, min_match: int) -> None:
-        super().__init__()
-        self._max_match = max_match
-        self._min_match = min_match
-
-    def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
-        from inflight_kernels.ops import drafting
-
-        state = batch.state
-        assert state.history is not None
-        drafting.draft_ngram(
-            batch.step.sample_slots[:num_chunks],
-            state.last_positions,
-            state.history,
-            state.drafts,
-            self._max_match,
-            self._min_match,
-            pdl=True,
-        )
-
-
 def _load(spec: DrafterSpec) -> NgramDrafter:
     return NgramDrafter(spec.settings.prompt_lookup_max, spec.settings.prompt_lookup_min)
 
@@ -112,8 +80,11 @@ def _load_for_target(spec: DrafterSpec, target: Target) -> NgramDrafter:
     return _load(spec)
 
 
-def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> NgramDeviceDrafter:
-    return NgramDeviceDrafter(spec.settings.prompt_lookup_max, spec.settings.prompt_lookup_min)
+def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
+    from inflight.execution.drafters.device_search import DeviceSearch
+
+    settings = spec.settings
+    return DeviceSearch(settings.prompt_lookup_max, settings.prompt_lookup_min, per_match=0)
 
 
 METHOD = DraftMethod(

@@ -1,48 +1,56 @@
-"""Drafts by suffix: what most often followed the longest earlier occurrence of the last tokens.
+"""Suffix drafter: drafts what followed the longest suffix of the text that occurs earlier.
 
-SuffixDecoding (Oliaro et al., arXiv:2411.04975) over the tokens of the sequence itself. While
-`ngram` copies the tokens after the latest match, this follows the most frequent continuation and
-ends the draft where that becomes improbable, so that fewer drafts are rejected. Effective where
-text repeats with variations: agents' loops, tables, code.
+SAM-Decoding (Hu et al., arXiv:2411.10666) and SuffixDecoding (Oliaro et al., arXiv:2411.04975) over
+the tokens of the sequence itself. `ngram` drafts as many tokens after 2 equal ones as after 200;
+here a match of n tokens drafts at most 2 n: many where the text copies, few or none elsewhere.
 
-It searches on the host, where the tokens of the last step must be known: on CPUs only.
+On the host a suffix automaton follows each sequence, and the first occurrence counts. A GPU, which
+alone knows the last tokens there, compares with all earlier places at once, and the latest counts;
+either is as often right. The host can look in the outputs of earlier requests as well; it is the
+host that drafts for sequences that need committed tokens, with a GPU, too.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import NoReturn
-
-import numpy as np
-import numpy.typing as npt
 
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.core.request import FinishReason
 from inflight.core.sequence import Sequence
-from inflight.errors import ConfigError
-from inflight.execution.drafters.drafter import Target
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
 from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
+from inflight.execution.drafters.output_cache import CachedMatches, OutputCache
+from inflight.execution.drafters.suffix_automaton import Match, SuffixAutomaton
 from inflight.kv.cache import KVCache
 
-MAX_MATCH = 64
-"""Maximum length of a match, the depth of the paper's trees."""
+_PER_MATCH = 2
+"""Drafts at most for each token that matches. One has fewer rejected, but two more accepted; with
+the cost of a row at 2 to 5 % of a step, two yields more in edits, quotations and JSON."""
 
-MIN_PROBABILITY = 0.1
-"""A draft ends before its estimated probability falls below this."""
+_MAX_DEVICE_MATCH = 32
+"""Tokens that a GPU compares at each place; a longer match says little more. Above MAX_DRAFTS."""
 
 
 class SuffixDrafter:
-    """Finds all earlier occurrences of a sequence's longest repeated suffix, and drafts their most
-    frequent continuation."""
+    """Follows each sequence with a suffix automaton of its tokens.
 
-    def __init__(self) -> None:
+    Args:
+        min_match: shortest suffix to match.
+        outputs: those of earlier requests, where a longer match than in the text itself counts;
+            None for none.
+    """
+
+    def __init__(self, min_match: int, outputs: OutputCache | None = None) -> None:
+        self._min_match = min_match
+        self._outputs = outputs
         self.caches: list[KVCache] = []
-        self._histories: dict[int, array[int]] = {}
+        self.from_outputs: set[int] = set()
+        self._texts: dict[int, _Text] = {}
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
+        self.from_outputs.clear()
         return [
-            continuation(self._tokens_of(chunk.sequence), chunk.num_drafts)
-            if chunk.num_drafts
-            else []
+            self._drafts(chunk.sequence, chunk.num_drafts) if chunk.num_drafts else []
             for chunk in chunks
         ]
 
@@ -50,70 +58,76 @@ class SuffixDrafter:
         """Nothing to update: it reads the sequences."""
 
     def forget(self, sequence: Sequence) -> None:
-        self._histories.pop(sequence.request_id, None)
+        self._texts.pop(sequence.request_id, None)
+        is_whole = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self._outputs is not None and is_whole:
+            self._outputs.add(sequence)
 
-    def _tokens_of(self, sequence: Sequence) -> npt.NDArray[np.int64]:
-        """[length]; only the new ones are copied."""
-        history = self._histories.setdefault(sequence.request_id, array("q"))
-        history.extend(sequence.token_ids[len(history) :])
-        return np.frombuffer(history, np.int64)
-
-
-def continuation(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
-    """The most frequent continuation of the longest suffix that occurs earlier in the tokens.
-
-    Each draft token is the most frequent one after the occurrences that match the suffix and the
-    draft so far; among equally frequent ones, the one that occurred last. Its relative frequency is
-    its estimated probability, and that of a draft is the product.
-
-    Args:
-        tokens: [length].
-        count: maximum number of tokens to draft.
-
-    Returns:
-        Up to `count` tokens; none if the last token is new.
-    """
-    ends = _longest_matches(tokens)
-    drafts: list[int] = []
-    probability = 1.0
-    while len(drafts) < count:
-        ends = ends[ends + 1 < len(tokens)] + 1  # positions of the next token
-        if not len(ends):
-            break
-        following, last_places, counts = np.unique(
-            tokens[ends][::-1], return_index=True, return_counts=True
+    def _drafts(self, sequence: Sequence, count: int) -> list[int]:
+        text = self._texts.setdefault(sequence.request_id, _Text())
+        text.follow(sequence.token_ids)
+        if self._outputs is not None:
+            text.cached.follow(
+                sequence.token_ids, self._outputs.automata_of(sequence.request.cache_salt)
+            )
+            drafts = text.cached.drafts(
+                count, _PER_MATCH, max(text.match.length, self._min_match - 1)
+            )
+            if drafts:
+                self.from_outputs.add(sequence.request_id)
+                return drafts
+        if text.match.length < self._min_match:
+            return []
+        begin = text.automaton.first_end(text.match) + 1
+        return continuation(
+            text.automaton.tokens, begin, min(count, _PER_MATCH * text.match.length)
         )
-        best = int(np.lexsort((last_places, -counts))[0])
-        probability *= float(counts[best]) / len(ends)
-        if probability < MIN_PROBABILITY:
-            break
-        drafts.append(int(following[best]))
-        ends = ends[tokens[ends] == following[best]]
-    return drafts
 
 
-def _longest_matches(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Ascending end positions of the earlier occurrences of the longest repeated suffix."""
-    length = len(tokens)
-    ends = np.flatnonzero(tokens[: length - 1] == tokens[length - 1])
-    for matched in range(2, MAX_MATCH + 1):
-        longer = ends[ends >= matched - 1]
-        longer = longer[tokens[longer - matched + 1] == tokens[length - matched]]
-        if not len(longer):
-            break
-        ends = longer
-    return ends
+class _Text:
+    """The tokens of a sequence, their longest suffix that occurs earlier, and those in outputs."""
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self.match = Match()
+        self.cached = CachedMatches()
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Take in the new tokens."""
+        automaton, match = self.automaton, self.match
+        for token in token_ids[len(automaton.tokens) :]:
+            automaton.advance(match, token)
+            automaton.append(token)
 
 
-def _load(spec: DrafterSpec, target: Target) -> SuffixDrafter:
-    return SuffixDrafter()
+def continuation(tokens: array[int], begin: int, count: int) -> list[int]:
+    """`count` tokens from `begin` on; where the text ends, those from `begin` on again."""
+    distance = len(tokens) - begin
+    return [tokens[begin + i % distance] for i in range(count)]
 
 
-def _refuse_device(*operands: object) -> NoReturn:
-    raise ConfigError(
-        "speculative_config.method: suffix is not supported on GPUs; allowed: another method, or "
-        "device: cpu"
+def _load(spec: DrafterSpec) -> SuffixDrafter:
+    settings = spec.settings
+    max_tokens = settings.suffix_decoding_max_cached_tokens
+    return SuffixDrafter(
+        settings.prompt_lookup_min, OutputCache(max_tokens) if max_tokens else None
     )
 
 
-METHOD = DraftMethod(load=_load, load_on_device=_refuse_device)
+def _load_for_target(spec: DrafterSpec, target: Target) -> SuffixDrafter:
+    return _load(spec)
+
+
+def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
+    from inflight.execution.drafters.device_search import DeviceSearch
+
+    return DeviceSearch(_MAX_DEVICE_MATCH, spec.settings.prompt_lookup_min, per_match=_PER_MATCH)
+
+
+METHOD = DraftMethod(
+    load=_load_for_target,
+    load_on_device=_load_on_device,
+    needs_history=True,
+    caches_outputs=True,
+    load_on_host=_load,
+)

@@ -126,6 +126,25 @@ def test_drafts_leave_no_trace(
         assert stats.num_cached_tokens > 0
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_from_earlier_outputs_leave_no_trace(
+    folder: Path, expected: dict[int, list[int]], way: dict[str, Any]
+) -> None:
+    given = requests()[:8] if way.get("max_num_seqs") == 1 else requests()
+    engine = make_engine(
+        folder, drafting(folder, "suffix", suffix_decoding_max_cached_tokens=2000), **way
+    )
+    for first_id in (0, 100, 200):
+        again = [Request(first_id + one.request_id, one.prompt_ids, one.params) for one in given]
+        outputs = generate(engine, again)
+        assert outputs == {first_id + one.request_id: expected[one.request_id] for one in given}
+    accepted = engine.metrics().value("spec_decode_num_accepted_tokens_from_outputs")
+    assert accepted > len(given) * 16  # of 32 tokens in the last two rounds
+    assert accepted < engine.stats().num_accepted_tokens
+    if "num_blocks" in way:
+        assert engine.stats().num_preemptions > 0
+
+
 def penalised_requests() -> list[Request]:
     return requests(repetition_penalty=1.3, presence_penalty=0.4, logit_bias=((7, 2.0),))
 

@@ -15,13 +15,15 @@ from inflight.sampling.params import SamplingParams
 from inflight_kernels.torch_ops.drafting import latest_match
 
 
-def slow_match(tokens: list[int], max_match: int, min_match: int, count: int) -> list[int]:
+def slow_match(
+    tokens: list[int], max_match: int, min_match: int, count: int, per_match: int = 0
+) -> list[int]:
     """The definition, as it reads."""
     for matched in range(min(max_match, len(tokens)), min_match - 1, -1):
         for end in range(len(tokens) - 2, matched - 2, -1):
             if tokens[end - matched + 1 : end + 1] == tokens[-matched:]:
                 longer = list(tokens)
-                for i in range(count):
+                for i in range(min(count, per_match * matched) if per_match else count):
                     longer.append(longer[end + 1 + i])
                 return longer[len(tokens) :]
     return []
@@ -33,13 +35,14 @@ def slow_match(tokens: list[int], max_match: int, min_match: int, count: int) ->
     max_match=st.integers(1, 6),
     less=st.integers(0, 5),
     count=st.integers(1, 8),
+    per_match=st.integers(0, 2),
 )
 def test_a_match_is_that_of_the_definition(
-    tokens: list[int], max_match: int, less: int, count: int
+    tokens: list[int], max_match: int, less: int, count: int, per_match: int
 ) -> None:
     min_match = max(1, max_match - less)
-    found = latest_match(np.array(tokens), max_match, min_match, count)
-    assert found == slow_match(tokens, max_match, min_match, count)
+    found = latest_match(np.array(tokens), max_match, min_match, count, per_match)
+    assert found == slow_match(tokens, max_match, min_match, count, per_match)
 
 
 @pytest.mark.parametrize(

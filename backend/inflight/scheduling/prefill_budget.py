@@ -1,0 +1,136 @@
+"""Chooses how many prompt tokens a step may compute, so that decoding requests keep a target
+inter-token latency (ITL).
+
+With chunked prefill (Sarathi-Serve, OSDI 2024), the size of chunks trades the ITL of some requests
+for the TTFT of others. Which size meets a target depends on the machine, the model, the batch and
+the prompt's length, so the time of a step is learned from recent ones:
+
+    seconds = base + a * decodes + b * prompt tokens + c * pairs
+
+where a pair is a prompt token and a key that it attends to: chunks of a long prompt become smaller
+as its context grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight.core.batch import Batch
+from inflight.core.sequence import Sequence
+
+FEWEST_TOKENS = 32
+"""Of prompts in a step, even if decodes alone exceed the target: prompts must advance."""
+
+_FIRST_TOKENS = 256
+# How much larger than all chunks so far the next one may be.
+_GROWTH = 2.0
+# Decay per step: contexts grow, and other engines come and go on the same GPU.
+_MEMORY = 0.97
+# Of the sums of squares, so that what has not varied yet has no influence.
+_RIDGE = 1e-4
+# Steps no larger than earlier ones that exceed the estimate by more tell of a compilation or of the
+# machine, not of their size.
+_OUTLIER = 4.0
+# Typical magnitudes, which make sums of squares comparable.
+_SCALES = np.array([1.0, 64.0, 512.0, 512.0 * 8192.0])
+
+
+class StepTimes:
+    """Least squares over recent steps with decaying weights; no coefficient is negative."""
+
+    def __init__(self) -> None:
+        self._squares = np.zeros((len(_SCALES), len(_SCALES)))
+        self._products = np.zeros(len(_SCALES))
+        self._coefficients = np.zeros(len(_SCALES))
+        self._largest = np.zeros(len(_SCALES))
+
+    def observe(self, size: tuple[float, float, float, float], seconds: float) -> None:
+        """Record a step.
+
+        Args:
+            size: 1, and the numbers of decodes, prompt tokens and pairs.
+            seconds: its duration.
+        """
+        x = np.array(size) / _SCALES
+        expected = float(x @ self._coefficients)
+        if expected > 0.0 and (x <= self._largest).all():
+            seconds = min(seconds, _OUTLIER * expected)
+        self._largest = np.maximum(self._largest, x)
+        self._squares = _MEMORY * self._squares + np.outer(x, x)
+        self._products = _MEMORY * self._products + seconds * x
+        self._coefficients = self._solve()
+
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Seconds of a step, and of each decode, prompt token and pair in it."""
+        base, decode, token, pair = (self._coefficients / _SCALES).tolist()
+        return base, decode, token, pair
+
+    def _solve(self) -> npt.NDArray[np.float64]:
+        """The best coefficients, dropping those that would be negative, one at a time."""
+        found = np.zeros(len(_SCALES))
+        used = list(range(len(_SCALES)))
+        while used:
+            squares = self._squares[np.ix_(used, used)]
+            ridge = _RIDGE * max(1e-9, float(np.trace(squares))) * np.eye(len(used))
+            values = np.linalg.solve(squares + ridge, self._products[used])
+            worst = int(values.argmin())
+            if values[worst] >= 0.0:
+                found[used] = values
+                break
+            del used[worst]
+        return found
+
+
+class PrefillBudget:
+    """Limits the prompt tokens of steps that also decode.
+
+    Args:
+        itl_target_s: the time that such a step may take, in seconds.
+    """
+
+    def __init__(self, itl_target_s: float) -> None:
+        self._target_s = itl_target_s
+        self._times = StepTimes()
+        self._most_tokens = _FIRST_TOKENS / _GROWTH  # of prompts in a step so far
+
+    def tokens(self, num_decodes: int, prompts: Iterable[Sequence]) -> int:
+        """How many prompt tokens fit into the next step, at least FEWEST_TOKENS.
+
+        Args:
+            num_decodes: tokens of decodes in the step, drafts included.
+            prompts: that are being computed.
+        """
+        context = max((one.num_computed for one in prompts), default=0)
+        base, decode, token, pair = self._times.coefficients()
+        room = self._target_s - base - decode * num_decodes
+        found = min(_fitting(room, token + pair * context, pair), _GROWTH * self._most_tokens)
+        return max(FEWEST_TOKENS, int(found) // FEWEST_TOKENS * FEWEST_TOKENS)
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """Learn from a step that has been computed."""
+        decodes = prompt_tokens = pairs = 0.0
+        if batch.num_tokens == len(batch.chunks):
+            decodes = batch.num_tokens
+        else:
+            for chunk in batch.chunks:
+                if chunk.length == 1 + chunk.num_drafts:
+                    decodes += chunk.length
+                else:
+                    prompt_tokens += chunk.length
+                    pairs += chunk.length * (chunk.start + chunk.length / 2)
+        self._most_tokens = max(self._most_tokens, prompt_tokens)
+        self._times.observe((1.0, decodes, prompt_tokens, pairs), seconds)
+
+
+def _fitting(room: float, each: float, pair: float) -> float:
+    """The largest n with n * each + n * n / 2 * pair <= room."""
+    if room <= 0.0:
+        return 0.0
+    if each <= 0.0 and pair <= 0.0:
+        return math.inf
+    # The positive root, without cancellation if `pair` is small.
+    return 2.0 * room / (each + math.sqrt(each * each + 2.0 * pair * room))
