@@ -284,6 +284,30 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_waiting: Annotated[
         Count, Setting("Maximum queued requests; more are rejected with `capacity`.")
     ] = 1024
+    max_waiting_tokens: Annotated[
+        Count | None,
+        Setting(
+            "Maximum prompt tokens of queued requests; more are rejected with `capacity`. A prompt "
+            "that is longer by itself is accepted while nothing is queued.",
+            default="no limit",
+        ),
+    ] = None
+    queue_timeout_s: Annotated[
+        Annotated[float, Meta(ge=0.001, le=86400)] | None,
+        Setting(
+            "Seconds that a request may be queued before its first step; then it is rejected with "
+            "`capacity`.",
+            default="no limit",
+        ),
+    ] = None
+    interactive_weight: Annotated[
+        Count,
+        Setting(
+            "Share of the priority class `interactive` in the tokens that are computed, relative "
+            "to `batch_weight`, while requests of both are queued."
+        ),
+    ] = 4
+    batch_weight: Annotated[Count, Setting("The same for the class `batch`.")] = 1
     enable_prefix_caching: Annotated[
         bool, Setting("Reuse the KV blocks of common prefixes.", former="prefix_cache")
     ] = True

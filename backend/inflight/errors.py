@@ -6,6 +6,7 @@
     ├── QuarantinedError it crashed the engine before: refused for a while
     ├── CapacityError    allowed, but not now: retry later
     │   └── LimitExceeded    a limit of the API key
+    ├── DeadlineError    the request's own deadline has passed
     ├── Unauthenticated  no valid API key
     ├── NotPermitted     the key's role does not suffice
     ├── UnknownModel     a model that the key does not allow, or a version that is not loaded
@@ -53,6 +54,15 @@ class QuarantinedError(InflightError):
 
 class CapacityError(InflightError):
     kind = "capacity"
+
+
+class DeadlineError(InflightError):
+    """The time that a request has by itself is over: 504, DEADLINE_EXCEEDED.
+
+    Doors recognise the text: Triton has no such code.
+    """
+
+    kind = "deadline"
 
 
 class EngineError(InflightError):
@@ -113,7 +123,10 @@ class LimitExceeded(CapacityError):
 
 _BY_KIND: dict[str, type[InflightError]] = {
     cls.kind: cls
-    for cls in (ConfigError, RequestError, QuarantinedError, CapacityError, EngineError)
+    for cls in (
+        *(ConfigError, RequestError, QuarantinedError),
+        *(CapacityError, DeadlineError, EngineError),
+    )
 }
 
 

@@ -4,7 +4,7 @@
     ├── InvalidRequest     rejected by the server or the client: correct the request
     ├── Unavailable        the server cannot accept it now: retry later
     ├── Cancelled          cancelled by the client or the server
-    ├── TimedOut           the caller's timeout has expired
+    ├── TimedOut           the caller's timeout has expired, or the request's deadline_ms
     ├── ServerError        the server failed; the request is not at fault
     └── ConnectionFailed   no server, or the connection was lost
 
@@ -86,6 +86,9 @@ _RETRY_AFTER = "retry-after"
 _PUSHBACK = "grpc-retry-pushback-ms"
 _RETRY_IN = re.compile(r"\bretry in (\d+(?:\.\d+)?) s\b")
 
+# Of a request whose `deadline_ms` passed on the server; Triton itself has no code for it.
+_DEADLINE = re.compile(r"\bdeadline_ms: the request was not complete\b")
+
 # Triton sends some errors as messages in a successful stream, without a code.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[ClientError]], ...] = (
     (
@@ -116,6 +119,8 @@ def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None)
     details = error.details() or code.name
     if code is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(details):
         return ConnectionFailed(f"{details}{hint}")
+    if _DEADLINE.search(details):
+        return TimedOut(details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
         return TimedOut(f"no complete response within the timeout of {timeout:g} s")
     if code is grpc.StatusCode.UNAVAILABLE and _RESTRICTED in details:
@@ -128,6 +133,12 @@ def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None)
 
 def from_message(message: str) -> ClientError:
     """Convert an error message in a stream to a ClientError."""
+    if _DEADLINE.search(message):
+        return TimedOut(message)
+    if (found := _RETRY_IN.search(message)) is not None:
+        refusal = Unavailable(message)
+        refusal.retry_after = float(found[1])
+        return refusal
     for pattern, kind in _MESSAGES:
         if pattern.search(message):
             return kind(message)

@@ -148,6 +148,14 @@ class Options(TypedDict, total=False):
     """
     guided_decoding_guide: str | Mapping[str, Any] | Sequence[str]
     """The schema, expression, grammar or choices."""
+    priority_class: str
+    """How urgent the request is: while requests of both classes are queued, each has its share of
+    the tokens (`interactive_weight` and `batch_weight` of the engine).
+    """
+    deadline_ms: int
+    """Milliseconds from the request's arrival after which nothing is computed for it: it ends with
+    an error, wherever it is by then.
+    """
 
 
 # KServe's names of the datatypes. Where dims are [-1] there are lists in `Options`.
@@ -205,4 +213,6 @@ DATATYPES: dict[str, str] = {
     "return_timing": "BOOL",
     "guided_decoding_guide_type": "BYTES",
     "guided_decoding_guide": "BYTES",
+    "priority_class": "BYTES",
+    "deadline_ms": "INT32",
 }

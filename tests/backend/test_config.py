@@ -68,6 +68,10 @@ def test_each_setting_is_taken_over() -> None:
         "max_prefill_chunk": 20,
         "itl_target_ms": 30.0,
         "max_waiting": 9,
+        "max_waiting_tokens": 1000,
+        "queue_timeout_s": 1.5,
+        "interactive_weight": 7,
+        "batch_weight": 2,
         "enable_prefix_caching": False,
         "default_max_tokens": 11,
         "max_draft_tokens": 40,
@@ -291,7 +295,7 @@ def test_bounds_hold_in_python_too() -> None:
 
 
 def test_all_numbers_are_covered_by_the_test_above() -> None:
-    assert len(NUMBERS) == 11
+    assert len(NUMBERS) == 14
 
 
 def test_a_relative_model_is_relative_to_its_file(tmp_path: Path) -> None:

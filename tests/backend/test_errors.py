@@ -8,6 +8,7 @@ from inflight import errors
 from inflight.errors import (
     CapacityError,
     ConfigError,
+    DeadlineError,
     EngineError,
     InflightError,
     LimitExceeded,
@@ -20,7 +21,9 @@ from inflight.errors import (
     from_kind,
 )
 
-LEAVES = [ConfigError, RequestError, QuarantinedError, CapacityError, EngineError]
+LEAVES = [
+    *(ConfigError, RequestError, QuarantinedError, CapacityError, DeadlineError, EngineError),
+]
 # Raised and reported by the doors; an engine never sends them.
 OF_DOORS = [LimitExceeded, NotPermitted, Unauthenticated, UnknownModel]
 

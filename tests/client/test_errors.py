@@ -19,11 +19,16 @@ from inflight_client import (
     ConnectionFailed,
     InvalidRequest,
     ServerError,
+    TimedOut,
     Unavailable,
 )
 from inflight_client.errors import BY_CODE, from_message
 
 Use = Callable[..., Any]
+MISSED = (
+    "in ensemble 'generate', deadline_ms: the request was not complete 50 ms after its arrival (it "
+    "had 3 output tokens); allow it more time, or send it when the load is lower"
+)
 
 
 def test_every_grpc_status_has_an_error_of_ours() -> None:
@@ -39,6 +44,8 @@ def test_every_grpc_status_has_an_error_of_ours() -> None:
         ("Request for unknown model: 'nope' is not found", InvalidRequest),
         ("[request id: 1] expected 1 inputs but got 2 inputs for model 'llm'", InvalidRequest),
         ("unexpected inference input 'maxtokens' for model 'generate'", InvalidRequest),
+        ("9 requests are waiting (max_waiting is 8); retry in 2 s", Unavailable),
+        (MISSED, TimedOut),
         ("something else", ServerError),
     ],
 )
@@ -70,6 +77,14 @@ def test_a_status_becomes_an_error_of_ours(
         pytest.raises(kind, match="max_tokens: 0 is out of range"),
     ):
         use(server.url, lambda client: client.generate("Hi", max_tokens=0))
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED])
+def test_a_deadline_that_the_server_missed_is_not_retried(use: Use, code: grpc.StatusCode) -> None:
+    """Triton has no code for it, the doors of `inflight serve` do."""
+    script = fake_triton.failing(1, code, MISSED)
+    with fake_triton.serve(script) as server, pytest.raises(TimedOut, match="deadline_ms"):
+        use(server.url, lambda client: client.generate("Hi", deadline_ms=50), timeout=30)
 
 
 def test_no_server_is_a_failed_connection() -> None:

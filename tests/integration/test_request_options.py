@@ -46,6 +46,12 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
     yield from serve(tmp_path_factory.mktemp("drafting"), "cpu", prepare)
 
 
+def test_a_deadline_has_its_text_without_a_door(cpu):
+    deadline = tensor("deadline_ms", "INT32", 1)
+    with pytest.raises(Refused, match="deadline_ms: the request was not complete 1 ms after its"):
+        ask(cpu.grpc, request("generate", text("Once"), max_tokens(64), deadline))
+
+
 # ---------------------------------------------------------------- several outputs
 
 

@@ -13,10 +13,10 @@ from inflight.scheduling.scheduler import Scheduler
 
 
 def sequence(
-    request_id: int, prompt_ids: list[int], max_tokens: int = 4, cache_salt: str = ""
+    request_id: int, prompt_ids: list[int], max_tokens: int = 4, **fields: object
 ) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(Request(request_id, prompt_ids, params, cache_salt), max_tokens)
+    return Sequence(Request(request_id, prompt_ids, params, **fields), max_tokens)  # type: ignore[arg-type]
 
 
 def scheduler(**changes: int | bool) -> Scheduler:

@@ -22,6 +22,15 @@ class FinishReason(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+class PriorityClass(enum.StrEnum):
+    """How urgent a request is: each class has a share of the engine's tokens while both wait."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+    __hash__ = str.__hash__  # that of enums is Python code, and the scheduler's time counts
+
+
 def check_length(num_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
     """Check that a prompt fits the model's context, with room for one output token unless
     max_tokens is 0.
@@ -59,6 +68,10 @@ class Request(msgspec.Struct, frozen=True):
             request_id, then one for each further output, at most beam_width in all. () for the best
             one only.
         return_timing: whether its last event reports where its time went.
+        tenant: waiting requests of different tenants get equal shares of the tokens of their class.
+        priority_class: its class.
+        deadline_ms: milliseconds from its arrival after which nothing is computed for it; None for
+            no deadline.
     """
 
     request_id: int
@@ -71,6 +84,9 @@ class Request(msgspec.Struct, frozen=True):
     sibling: int | None = None
     output_ids: tuple[int, ...] = ()
     return_timing: bool = False
+    tenant: str = ""
+    priority_class: PriorityClass = PriorityClass.INTERACTIVE
+    deadline_ms: int | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):

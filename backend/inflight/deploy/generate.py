@@ -318,7 +318,7 @@ def _request_options() -> list[str]:
 
 
 def _default(field: OptionField) -> str:
-    if field.option.default or not field.option.supported:
+    if field.option.default:
         return field.option.default
     if field.default == ():
         return "none"

@@ -36,8 +36,16 @@ from inflight.engine.planning import make_draft_budget, make_prefill_budget, mak
 from inflight.engine.sibling_queue import SiblingQueue
 from inflight.engine.stats import Stats
 from inflight.engine.token_counts import TokenCounts
-from inflight.errors import CapacityError, EngineError, InflightError, RequestError
+from inflight.errors import (
+    CapacityError,
+    DeadlineError,
+    EngineError,
+    InflightError,
+    RequestError,
+)
 from inflight.execution.runner import Runner
+from inflight.scheduling.deadlines import Deadlines
+from inflight.scheduling.drain_rate import DrainRate
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
@@ -98,6 +106,9 @@ class Engine:
         self.recorder = Recorder(
             self.scheduler.max_num_seqs, runner.block_size, config.enable_prefix_caching
         )
+        self._deadlines = Deadlines()
+        self._queue_timeouts = Deadlines()  # of requests before their first step
+        self._drain_rate = DrainRate()
         self._quarantine = quarantine or Quarantine()
         self._timings = RequestTimings(watts)
         self._counts = TokenCounts()
@@ -143,23 +154,28 @@ class Engine:
             RequestError: it can never be served.
             QuarantinedError: the engine crashed repeatedly while it ran it.
             CapacityError: too many are queued, or the server is stopping.
+            DeadlineError: its deadline has passed on the way.
         """
-        try:
-            self._accept(request)
-        except InflightError as error:
-            self.recorder.refused(error.kind)
-            raise
         now = self._clock()
         if arrived is None or not now - _MAX_TRANSIT_S < arrived < now:
             arrived = now
+        try:
+            self._accept(request, now - arrived)
+        except InflightError as error:
+            self.recorder.refused(error.kind)
+            raise
+        self._limit_time(request, arrived)
         self.recorder.submitted(request.request_id, arrived)
         if request.return_timing:
             self._timings.add(self._groups[request.request_id], arrived)
 
-    def _accept(self, request: Request) -> None:
-        """Queue a request; raises as `submit` does."""
+    def _accept(self, request: Request, age_s: float) -> None:
+        """Queue a request that arrived so many seconds ago; raises as `submit` does."""
         if self.drain_reason:
             raise CapacityError(self.drain_reason)
+        if request.deadline_ms is not None and age_s * 1e3 >= request.deadline_ms:
+            self.recorder.missed_deadline(request.request_id)
+            raise _missed(request.deadline_ms, "it had not been queued yet")
         output_ids = request.output_ids or (request.request_id,)
         for request_id in output_ids:
             if request_id in self._groups:
@@ -177,6 +193,14 @@ class Engine:
             self.speculation.add(sequence)
         if request.acknowledged:
             self.delivery.watch(request.request_id)
+
+    def _limit_time(self, request: Request, arrived: float) -> None:
+        """Watch the deadline of a request that was accepted, and its time in the queue."""
+        if request.deadline_ms is not None:
+            self._deadlines.add(request.request_id, arrived + request.deadline_ms / 1e3)
+        if self.config.queue_timeout_s is not None:
+            at = arrived + self.config.queue_timeout_s
+            self._queue_timeouts.add(request.request_id, at)
 
     def cancel(self, request_id: int) -> list[TokenEvent]:
         """Cancel a request and free its blocks; no events if it is already finished."""
@@ -218,8 +242,12 @@ class Engine:
         batch = self.scheduler.schedule()
         now = self._clock()
         num_prompt_tokens = self.scheduler.num_prompt_tokens
-        for group in self.recorder.scheduled(batch, num_prompt_tokens, now):
+        started = self.recorder.scheduled(batch, num_prompt_tokens, now)
+        if started:
+            self._drain_rate.admitted(len(started), now)
+        for group in started:
             self._quarantine.started(group.request)
+            self._queue_timeouts.remove(group.request_id)
         if self._timings:
             self._timings.scheduled(batch, self.scheduler.lacks_blocks, now)
         if batch.chunks and not self._pipeline.launch(batch):
@@ -229,10 +257,11 @@ class Engine:
         return events
 
     def sweep(self) -> list[TokenEvent]:
-        """Periodic work: suspend requests whose consumer fell silent, cancel those that remain
-        silent, queue those whose grammar has been compiled."""
+        """Periodic work, before each step: end requests that ran out of time, suspend those whose
+        consumer fell silent, cancel those that remain silent, queue those whose grammar has been
+        compiled."""
         now = self._clock()
-        events: list[TokenEvent] = []
+        events = self._end_overdue(now)
         for sequence, error in self.grammars.poll():
             try:
                 if error is not None:
@@ -244,6 +273,25 @@ class Engine:
             self.scheduler.suspend(self._groups[request_id])
         for request_id in self.delivery.abandoned(now):
             events += self.cancel(request_id)
+        return events
+
+    def _end_overdue(self, now: float) -> list[TokenEvent]:
+        """End requests whose deadline has passed, and those that were queued for too long."""
+        events = []
+        for request_id in self._deadlines.pop_missed(now):
+            group = self._groups[request_id]
+            deadline_ms = group.request.deadline_ms
+            assert deadline_ms is not None
+            self.recorder.missed_deadline(request_id)
+            what = f"it had {group.num_output_tokens} output tokens"
+            events.append(self._fail(group, _missed(deadline_ms, what)))
+        for request_id in self._queue_timeouts.pop_missed(now):
+            self.recorder.timed_out()
+            error = CapacityError(
+                f"the request was queued for {self.config.queue_timeout_s:g} s, the "
+                f"queue_timeout_s of this model; retry in {self._retry_after_s(now)} s"
+            )
+            events.append(self._fail(self._groups[request_id], error))
         return events
 
     def stats(self) -> Stats:
@@ -274,17 +322,27 @@ class Engine:
         if sibling is not None and not sibling.num_output_tokens:
             self.siblings.add(group, sibling)
         else:
-            self.scheduler.add(group)
+            self._enqueue(group)
 
     def _add_all(self, siblings: Iterable[SequenceGroup]) -> list[TokenEvent]:
         """Queue requests that no longer wait for a sibling; returns the events of rejected ones."""
         refused = []
         for group in siblings:
             try:
-                self.scheduler.add(group)
+                self._enqueue(group)
             except InflightError as reason:
                 refused.append(self._fail(group, reason))
         return refused
+
+    def _enqueue(self, group: SequenceGroup) -> None:
+        """Raises CapacityError: see `Scheduler.add`."""
+        if not self.scheduler.waiting:
+            self._drain_rate.restart()
+        self.scheduler.add(group, self._retry_after_s(self._clock()))
+
+    def _retry_after_s(self, now: float) -> int:
+        """Seconds until those that wait now will have been admitted."""
+        return self._drain_rate.seconds_for(len(self.scheduler.waiting), now)
 
     def _take_result(self) -> list[TokenEvent]:
         """Wait for the oldest step and process its results."""
@@ -378,6 +436,8 @@ class Engine:
             self._quarantine.completed(group.request_id)
         else:
             self._quarantine.ended(group.request_id)
+        self._deadlines.remove(group.request_id)
+        self._queue_timeouts.remove(group.request_id)
         self.outputs.forget(group)
         self.delivery.finished(group.request_id)
         for sequence in group.members:
@@ -388,6 +448,13 @@ class Engine:
         self.searches.forget(group)
         for request_id in group.request.output_ids or (group.request_id,):
             self._groups.pop(request_id, None)
+
+
+def _missed(deadline_ms: int, what: str) -> DeadlineError:
+    return DeadlineError(
+        f"deadline_ms: the request was not complete {deadline_ms} ms after its arrival ({what}); "
+        "allow it more time, or send it when the load is lower"
+    )
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.config import EngineConfig
-from inflight.core.request import AUTO_DRAFTS
+from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.execution.runner import Runner
 from inflight.scheduling.draft_budget import DraftBudget
 from inflight.scheduling.prefill_budget import PrefillBudget
@@ -27,6 +27,11 @@ def make_scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_chunk=config.max_prefill_chunk,
         max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        class_weights={
+            PriorityClass.INTERACTIVE: config.interactive_weight,
+            PriorityClass.BATCH: config.batch_weight,
+        },
         enable_prefix_caching=config.enable_prefix_caching,
         max_draft_tokens=config.max_draft_tokens,
         max_rows=runner.max_rows,

@@ -18,6 +18,9 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_drafted_tokens: verified drafts.
         num_accepted_tokens: accepted drafts.
+        num_waiting_by_class: waiting requests, in the order of PriorityClass.
+        num_waiting_tokens_by_class: tokens of their prompts.
+        num_refused_by_limit: requests refused by the queue, in the order of QUEUE_LIMITS.
     """
 
     num_running: int
@@ -32,3 +35,6 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_cached_tokens: int
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_waiting_by_class: list[int] = []
+    num_waiting_tokens_by_class: list[int] = []
+    num_refused_by_limit: list[int] = []

@@ -55,4 +55,7 @@ class TokenCounts:
             num_cached_tokens=scheduler.num_cached_tokens,
             num_drafted_tokens=self.num_drafted,
             num_accepted_tokens=self.num_accepted,
+            num_waiting_by_class=list(scheduler.waiting.num_requests.values()),
+            num_waiting_tokens_by_class=list(scheduler.waiting.num_tokens.values()),
+            num_refused_by_limit=list(scheduler.num_refused.values()),
         )

@@ -52,7 +52,6 @@ class Option:
         stage: the sampler stage that it enables unless it has its default: a penalty, which counts
             tokens, or a filter. Rare filters cost an additional pass over the vocabulary.
         with_beams: whether it can be combined with a beam search. Penalties and filters cannot.
-        supported: False for an option that is rejected by name.
     """
 
     meaning: str
@@ -71,7 +70,6 @@ class Option:
     client: str | None = None
     stage: Stage | None = None
     with_beams: bool = True
-    supported: bool = True
 
     @property
     def interval(self) -> str:

@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.errors import (
     CapacityError,
     ConfigError,
+    DeadlineError,
     EngineError,
     InflightError,
     QuarantinedError,
@@ -28,11 +29,13 @@ logger = logging.getLogger(__name__)
 # started crashed within 15 rejected requests; with 5 ms between request and error it never did.
 EARLIEST_ERROR_S = 0.02
 
-# CapacityError and EngineError are both retryable.
+# CapacityError and EngineError are both retryable. Triton has no code for a deadline: of its codes,
+# CANCELLED is the one that clients do not retry although the request is valid.
 _CODES: dict[type[InflightError], str] = {
     RequestError: "INVALID_ARG",
     QuarantinedError: "INVALID_ARG",
     CapacityError: "UNAVAILABLE",
+    DeadlineError: "CANCELLED",
     EngineError: "UNAVAILABLE",
     ConfigError: "INTERNAL",
 }

@@ -20,6 +20,7 @@ from inflight.core.request import (
     AUTO_DRAFTS,
     Candidate,
     FinishReason,
+    PriorityClass,
     Request,
     TokenEvent,
     check_length,
@@ -45,7 +46,6 @@ _OPTION_NAMES = tuple(tensor.name for tensor in contract.OPTIONS)
 _PROMPT_TENSORS = tuple(
     tensor.name for tensor in (contract.TEXT_INPUT, contract.PROMPT_TOKEN_IDS, contract.MESSAGES)
 )
-_UNSUPPORTED = tuple(field.name for field in OPTIONS if not field.option.supported)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ class Generation(msgspec.Struct, frozen=True):
         n: outputs to return.
         best_of: outputs to generate; the n with the highest mean logprob are returned. n for a beam
             search, which generates its outputs together.
-        speculation, structured, return_timing: see Request.
+        speculation, structured, return_timing, tenant, priority_class, deadline_ms: see Request.
         kept: special tokens that stay in the text.
     """
 
@@ -111,6 +111,9 @@ class Generation(msgspec.Struct, frozen=True):
     structured: StructuredOutput | None = None
     return_timing: bool = False
     kept: frozenset[int] = frozenset()
+    tenant: str = ""
+    priority_class: PriorityClass = PriorityClass.INTERACTIVE
+    deadline_ms: int | None = None
 
     def requests(self, request_ids: list[int]) -> list[Request]:
         """The engine's requests, one for each of `best_of` outputs.
@@ -120,44 +123,40 @@ class Generation(msgspec.Struct, frozen=True):
         """
         # Without a stream the detokenizer acknowledges only at the end.
         acknowledged = self.detokenized and self.stream
+        first = Request(
+            request_ids[0],
+            self.prompt_ids,
+            self.params,
+            cache_salt=self.cache_salt,
+            acknowledged=acknowledged,
+            speculation=self.speculation,
+            structured=self.structured,
+            return_timing=self.return_timing,
+            tenant=self.tenant,
+            priority_class=self.priority_class,
+            deadline_ms=self.deadline_ms,
+        )
         if self.params.beam_width > 1:
             return [
-                Request(
-                    request_ids[0],
-                    self.prompt_ids,
-                    self.params,
-                    cache_salt=self.cache_salt,
-                    speculation=self.speculation,
-                    structured=self.structured,
-                    output_ids=tuple(request_ids),
-                    return_timing=self.return_timing,
-                )
+                msgspec.structs.replace(first, acknowledged=False, output_ids=tuple(request_ids))
             ]
-        made = []
-        for index, request_id in enumerate(request_ids):
-            params = self.params
-            if index:
-                seed = None if params.seed is None else (params.seed + index) % 2**64
-                params = msgspec.structs.replace(params, seed=seed, num_prompt_logprobs=None)
+        made = [first]
+        for index, request_id in enumerate(request_ids[1:], 1):
+            seed = None if self.params.seed is None else (self.params.seed + index) % 2**64
+            params = msgspec.structs.replace(self.params, seed=seed, num_prompt_logprobs=None)
             made.append(
-                Request(
-                    request_id,
-                    self.prompt_ids,
-                    params,
-                    cache_salt=self.cache_salt,
-                    acknowledged=acknowledged,
-                    speculation=self.speculation,
-                    structured=self.structured,
-                    sibling=request_ids[0] if index else None,
-                    return_timing=self.return_timing,
+                msgspec.structs.replace(
+                    first, request_id=request_id, params=params, sibling=request_ids[0]
                 )
             )
         return made
 
     def of_tenant(self, tenant: str) -> Generation:
-        """The same, sharing cached prefixes only with requests of this tenant."""
+        """The same on account of a tenant: sharing cached prefixes only with its requests, and its
+        share of the tokens with all of them."""
         # A client's salt is printable, so it cannot contain the separator.
-        return msgspec.structs.replace(self, cache_salt=f"{tenant}\0{self.cache_salt}")
+        salt = f"{tenant}\0{self.cache_salt}"
+        return msgspec.structs.replace(self, cache_salt=salt, tenant=tenant)
 
     def answer(self, parts: list[OutputDelta]) -> list[OutputDelta]:
         """The parts to return, of finished outputs or of a stream."""
@@ -188,9 +187,6 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         raise RequestError(f"allowed: {', '.join(_PROMPT_TENSORS)}", "prompt_tensor")
     prompt_ids = _prompt(values.pop("input_ids", None), prompt_tensor or "input_ids", limits)
     values, names = _merge(_join_biases(values), request_parameters.read(parameters))
-    for name in _UNSUPPORTED:
-        if name in values:
-            raise RequestError("is not supported in this version; omit it", name)
     options = _request_options(values, names)
     n, best_of = _num_outputs(options, names)
     echo = _echo(options, values, names)
@@ -210,6 +206,9 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         prompt_ids=prompt_ids,
         params=params,
         cache_salt=_salt(options.cache_salt),
+        tenant=options.cache_salt,  # unless an API key says whose it is
+        priority_class=_priority_class(options.priority_class, names),
+        deadline_ms=options.deadline_ms,
         stream=options.stream,
         n=n,
         best_of=best_of,
@@ -541,6 +540,16 @@ def _speculation(text: str | None) -> int | None:
             f"{text[:32]!r} is unknown; allowed: auto, off, or 0 to {MAX_DRAFTS}", "speculation"
         )
     return int(text)
+
+
+def _priority_class(name: str, names: dict[str, str]) -> PriorityClass:
+    try:
+        return PriorityClass(name)
+    except ValueError:
+        raise RequestError(
+            f"{name[:32]!r} is unknown; allowed: {', '.join(PriorityClass)}",
+            names["priority_class"],
+        ) from None
 
 
 def _sampling(values: dict[str, Any], names: dict[str, str], vocab_size: int) -> SamplingParams:

@@ -12,12 +12,14 @@ import msgspec
 
 from inflight.config import MAX_DRAFTS
 from inflight.core.output_constraint import KINDS
+from inflight.core.request import PriorityClass
 from inflight.sampling.options import Option, check_options, option_fields
 from inflight.sampling.params import SAMPLING_OPTIONS
 
 MAX_OUTPUTS = 64
 MAX_SALT_LENGTH = 256
 MAX_KEPT_TOKENS = 64
+MAX_DEADLINE_MS = 24 * 60 * 60 * 1000
 
 
 class RequestOptions(msgspec.Struct, frozen=True):
@@ -153,10 +155,25 @@ class RequestOptions(msgspec.Struct, frozen=True):
         ),
     ] = None
     priority_class: Annotated[
-        str | None, Option("Not supported in this version.", vllm=(), client="", supported=False)
-    ] = None
+        str,
+        Option(
+            "How urgent the request is: while requests of both classes are queued, each has its "
+            "share of the tokens (`interactive_weight` and `batch_weight` of the engine).",
+            allowed=", ".join(PriorityClass),
+            vllm=(),
+        ),
+    ] = PriorityClass.INTERACTIVE.value
     deadline_ms: Annotated[
-        int | None, Option("Not supported in this version.", vllm=(), client="", supported=False)
+        int | None,
+        Option(
+            "Milliseconds from the request's arrival after which nothing is computed for it: it "
+            "ends with an error, wherever it is by then.",
+            low=1,
+            high=MAX_DEADLINE_MS,
+            allowed=f"1 to {MAX_DEADLINE_MS}",
+            vllm=(),
+            default="none",
+        ),
     ] = None
 
     def __post_init__(self) -> None:

@@ -88,3 +88,19 @@ def test_full_shared_memory_is_a_reason_to_retry():
     found = status.of_triton(Code.INTERNAL, text)
     assert found.code is Code.UNAVAILABLE and "too little free shared memory" in found.text
     assert status.clean(text) == found.text
+
+
+@pytest.mark.parametrize("code", [Code.CANCELLED, Code.INTERNAL])
+def test_a_missed_deadline_has_grpcs_code_for_it(code):
+    text = (
+        "in ensemble 'generate', deadline_ms: the request was not complete 50 ms after its arrival "
+        "(it had 3 output tokens); allow it more time, or send it when the load is lower"
+    )
+    assert status.of_triton(code, text) == status.Status(Code.DEADLINE_EXCEEDED, text)
+    assert status.of_triton(code, text).metadata == ()
+
+
+def test_a_refusal_may_say_when_to_retry():
+    found = status.of_triton(Code.UNAVAILABLE, "9 requests are waiting; retry in 17 s")
+    assert found.metadata == (("retry-after", "17"),)
+    assert status.of_triton(Code.UNAVAILABLE, "retry later").metadata == (("retry-after", "1"),)

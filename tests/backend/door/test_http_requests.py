@@ -286,7 +286,13 @@ def test_events_are_passed_on(door: Running) -> None:
         ("unexpected shape for input 'x' for model 'y'", 400),
         ("inference input 'x' data-type is 'INT32', but model expects 'BYTES'", 400),
         ("Request for unknown model: 'x' is not found", 404),
-        ("5 requests are waiting (max_waiting is 4); retry later", 503),
+        ("5 requests are waiting (max_waiting is 4); retry in 1 s", 503),
+        (
+            "in ensemble 'generate', deadline_ms: the request was not complete 50 ms after its "
+            "arrival (it had 3 output tokens); allow it more time, or send it when the load is "
+            "lower",
+            504,
+        ),
         ("the engine exited while it processed this request; retry it", 503),
         ("Exceeds maximum queue size", 503),
         ("failed to allocate memory", 500),
@@ -297,6 +303,12 @@ def test_errors_of_triton_get_a_fitting_status(door: Running, text: str, status:
     assert found == status
     assert json.loads(reply)["error"] == text
     assert ("retry-after" in headers) == (status == 503)
+
+
+def test_an_error_may_say_when_to_retry(door: Running) -> None:
+    text = "5 requests are waiting (max_waiting is 4); retry in 17 s"
+    status, headers, _ = ask(door, "POST", "/v2/models/blamed/generate", {"text_input": text})
+    assert (status, headers["retry-after"]) == (503, "17")
 
 
 def test_errors_of_triton_name_nothing_of_the_server(door: Running) -> None:

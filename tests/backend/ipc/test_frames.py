@@ -38,7 +38,7 @@ FRAMES: list[frames.Frame] = [
     frames.Delivered([(1, 2), (3, 4)]),
     frames.Drain(),
     frames.GetStats(),
-    frames.Stats(*range(len(frames.Stats.__struct_fields__))),
+    frames.Stats(*range(12), [1, 2], [3, 4], [5, 6]),
     frames.GetMetrics(),
     observed(with_values(empty(), generation_tokens=3), "step_seconds", [0.1], "decode"),
     frames.Refused({"invalid": 2}),

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from fake_runner import LateStep, PagedRunner, alone, next_token
 from inflight.core.batch import Batch, Chunk
-from inflight.core.request import Request
+from inflight.core.request import PriorityClass, Request
 from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.engine.admission import PoolLimits
 from inflight.engine.beam_search import BeamGroup
@@ -157,6 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_ids=PROMPTS,
         max_tokens=st.integers(1, 10),
         cache_salt=st.sampled_from(["", "", "x"]),
+        priority_class=st.sampled_from(PriorityClass),
         stops=st.booleans(),
         needs_committed_tokens=st.sampled_from([False, False, True]),
         num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
@@ -167,6 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_ids: list[int],
         max_tokens: int,
         cache_salt: str,
+        priority_class: PriorityClass = PriorityClass.INTERACTIVE,
         stops: bool = False,
         needs_committed_tokens: bool = False,
         num_drafts: int = 0,
@@ -174,7 +176,11 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.num_added += 1
         params = SamplingParams(num_prompt_logprobs=0 if scores else None)
-        request = Request(self.num_added, prompt_ids, params, cache_salt)
+        request = Request(
+            *(self.num_added, prompt_ids, params, cache_salt),
+            tenant=cache_salt,
+            priority_class=priority_class,
+        )
         ends = frozenset({STOP}) if stops else frozenset()
         one = Sequence(request, max_tokens, eos_token_ids=ends)
         one.needs_committed_tokens = needs_committed_tokens

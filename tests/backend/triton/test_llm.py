@@ -577,6 +577,8 @@ def test_a_tenant_shares_prefixes_only_with_itself(engines, front):
     ask(front)
     salts = [request.cache_salt for request in engines[0].submitted]
     assert salts == ["acme\0", "acme\0", "other\0acme", "acme", ""]
+    tenants = [request.tenant for request in engines[0].submitted]
+    assert tenants == ["acme", "acme", "other", "acme", ""]
 
 
 def test_without_an_account_nothing_is_reported(usages, engines, front):

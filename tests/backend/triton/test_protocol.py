@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from inflight.core.request import AUTO_DRAFTS
+from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.triton import protocol
@@ -370,8 +370,12 @@ def test_an_error_in_the_json_dialect_names_it():
             },
             "ignore_eos: cannot be combined with a grammar, which determines the end",
         ),
-        ({"priority_class": strings("high")}, "priority_class: is not supported in this version"),
-        ({"deadline_ms": ints(5)}, "deadline_ms: is not supported in this version"),
+        (
+            {"priority_class": strings("high")},
+            "priority_class: 'high' is unknown; allowed: interactive, batch",
+        ),
+        ({"deadline_ms": ints(0)}, "deadline_ms: 0 is out of range; allowed: 1 to 86400000"),
+        ({"deadline_ms": ints(-5)}, "deadline_ms: -5 is out of range"),
     ],
 )
 def test_unsupported_features_are_rejected(inputs, message):
@@ -540,6 +544,27 @@ def test_a_token_that_is_not_special_cannot_be_kept():
         kept(keep_special_tokens=strings("<s>", "no"))
     message = refusal(keep_special_tokens=strings(*["<s>"] * 65))
     assert message.startswith("keep_special_tokens: ") and "64" in message
+
+
+@pytest.mark.parametrize("outputs", [{}, {"n": ints(3)}, {"n": ints(2), "beam_width": ints(2)}])
+def test_class_deadline_and_tenant_are_those_of_all_outputs(outputs):
+    asked = generation(
+        priority_class=strings("batch"), deadline_ms=ints(250), cache_salt=strings("x"), **outputs
+    )
+    ids = list(range(7, 7 + asked.best_of))
+    found = asked.requests(ids)
+    assert {(one.tenant, one.priority_class, one.deadline_ms) for one in found} == {
+        ("x", PriorityClass.BATCH, 250)
+    }
+    assert {one.tenant for one in asked.of_tenant("acme").requests(ids)} == {"acme"}
+
+
+def test_a_request_is_interactive_and_has_no_deadline_unless_it_says_so():
+    (request,) = generation().requests([7])
+    assert (request.tenant, request.priority_class, request.deadline_ms) == (
+        *("", PriorityClass.INTERACTIVE),
+        None,
+    )
 
 
 def test_a_beam_search_is_one_request_with_n_outputs():

@@ -12,6 +12,7 @@ TOO_DEEP = "body: is nested too deeply"
 
 CONTEXT_LENGTH = "context_length_exceeded"
 MODEL_NOT_FOUND = "model_not_found"
+DEADLINE_EXCEEDED = "deadline_exceeded"
 
 # Triton's, of an error of a step.
 _ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
@@ -36,8 +37,10 @@ _CODES = {
     503: "server_overloaded",
     504: "timeout",
 }
-# Statuses that clients' libraries retry although the same request fails again.
+# Statuses that clients' libraries retry although the same request fails again, or in vain: with
+# another attempt, a deadline would begin anew.
 _FINAL = frozenset({501})
+_FINAL_CODES = frozenset({DEADLINE_EXCEEDED})
 _RETRIED = frozenset({408, 409, 429})
 
 
@@ -75,7 +78,7 @@ class Problem(Exception):
     @property
     def can_retry(self) -> bool:
         """Whether the same request may succeed later."""
-        if self.status in _FINAL:
+        if self.status in _FINAL or self.code in _FINAL_CODES:
             return False
         return self.status >= 500 or self.status in _RETRIED
 
@@ -102,6 +105,8 @@ def of_triton(status: int, body: bytes, fields: Mapping[str, str]) -> Problem:
     if context is not None:
         param = fields.get(context[1] or "")
         return Problem(text[context.start(2) :], param=param, code=CONTEXT_LENGTH)
+    if refusal.status == 504:
+        return Problem(text, 504, param="deadline_ms", code=DEADLINE_EXCEEDED)
     found = _PARAM.match(text)
     if found is None or refusal.status != 400:
         return Problem(text, refusal.status, headers=refusal.headers)

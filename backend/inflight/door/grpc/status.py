@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from inflight.door import shared_memory
-from inflight.door.http.refusal import RETRY_AFTER_S
+from inflight.door.http.refusal import is_deadline, retry_after_s
 from inflight.door.versions import without_versions
 from inflight.errors import (
     CapacityError,
@@ -63,7 +63,8 @@ class Status:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Trailing metadata: `retry-after` in seconds, as over HTTP, if the same request may be
         accepted later."""
-        seconds = RETRY_AFTER_S if self.code is Code.UNAVAILABLE else self.wait_s
+        is_refusal = self.code is Code.UNAVAILABLE
+        seconds = retry_after_s(self.text) if is_refusal else self.wait_s
         return (("retry-after", str(seconds)),) if seconds else ()
 
 
@@ -98,7 +99,10 @@ def of(error: Exception) -> Status:
 
 
 def of_triton(code: grpc.StatusCode, text: str) -> Status:
-    """Triton's own status, or that its connection was lost."""
+    """Triton's own status, or that its connection was lost, or that a deadline has passed, for
+    which Triton has no code."""
+    if is_deadline(text):
+        return Status(Code.DEADLINE_EXCEEDED, clean(text))
     if code is Code.UNAVAILABLE and _CONNECTION.search(text):
         return Status(code, LOST)
     if code in (Code.INTERNAL, Code.UNKNOWN, Code.UNAVAILABLE) and _PROTOCOL.search(text):

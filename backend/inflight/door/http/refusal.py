@@ -17,13 +17,16 @@ from inflight.errors import (
     UnknownModel,
 )
 
-# Of a request that may be repeated as it is, in seconds.
+# Of a request that may be repeated as it is, in seconds, unless the error says when.
 RETRY_AFTER_S = 1
+_RETRY_IN = re.compile(r"\bretry in (\d{1,4}) s\b")
+# Of a `DeadlineError`, in whatever status Triton sends it.
+_DEADLINE = re.compile(r"\bdeadline_ms: the request was not complete \d+ ms after its arrival\b")
 
 # Texts of this backend and of Triton 2.51 for "not now". Over /generate, Triton gives each error of
 # a model the status 400.
 _UNAVAILABLE = re.compile(
-    r"retry (?:it|later|in a moment)|safe to retry|to another server|no available versions"
+    r"retry (?:it|later|in a moment|in \d+ s)|safe to retry|to another server|no available versions"
     r"|is not ready|maximum queue size|not healthy|[Ss]tub process|the engine (?:exited|did not)"
 )
 _NOT_FOUND = re.compile(r"unknown model|is not found")
@@ -51,12 +54,23 @@ class Refusal(Exception):
         self.status = status
         self.headers = headers or {}
         if status == 503:
-            self.headers["Retry-After"] = str(RETRY_AFTER_S)
+            self.headers["Retry-After"] = str(retry_after_s(text))
 
     @property
     def body(self) -> bytes:
         """In the form of Triton's errors."""
         return msgspec.json.encode({"error": str(self)})
+
+
+def retry_after_s(text: str) -> int:
+    """Seconds after which a request may be repeated that an error with this text refuses."""
+    found = _RETRY_IN.search(text)
+    return RETRY_AFTER_S if found is None else int(found[1])
+
+
+def is_deadline(text: str) -> bool:
+    """Whether it is the error of a request whose own deadline has passed."""
+    return _DEADLINE.search(text) is not None
 
 
 def unavailable(reason: str) -> Refusal:
@@ -91,6 +105,8 @@ def from_triton(status: int, body: bytes) -> Refusal:
     text = _INTERNAL.sub("[...]", without_versions(text))
     if status == 404:  # of a model that is not loaded, although its name is known
         return Refusal(text, 404)
+    if is_deadline(text):
+        return Refusal(text, 504)
     if _UNAVAILABLE.search(text):
         return Refusal(text, 503)
     if status == 500 and _AT_FAULT.search(text):

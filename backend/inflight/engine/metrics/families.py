@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from inflight.config import MAX_DRAFTS
+from inflight.core.request import PriorityClass
 from inflight.errors import KINDS, ConfigError, did_you_mean
+from inflight.scheduling.scheduler import QUEUE_LIMITS
 
 PREFIX = "inflight_"
 FLAVOURS = ("vllm", "trtllm")
@@ -122,6 +124,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 ERROR_KINDS = tuple(sorted(KINDS))
 PHASES = ("decode", "prefill")
 FRONT, ENGINE = "front", "engine"
+QUEUED, STARTED = DEADLINE_STATES = ("queued", "started")
 
 
 def _each(values: Iterable[str]) -> tuple[tuple[str], ...]:
@@ -140,6 +143,20 @@ FAMILIES: tuple[Family, ...] = (
         "gauge",
         "Requests in the queue, preempted ones included.",
         aliases=(_vllm("num_requests_waiting"), _request_type("waiting")),
+    ),
+    Family(
+        "num_requests_queued",
+        "gauge",
+        "The same by priority class.",
+        ("priority_class",),
+        _each(PriorityClass),
+    ),
+    Family(
+        "num_prompt_tokens_queued",
+        "gauge",
+        "Prompt tokens of the requests in the queue, by priority class.",
+        ("priority_class",),
+        _each(PriorityClass),
     ),
     Family(
         "num_requests_suspended",
@@ -262,6 +279,25 @@ FAMILIES: tuple[Family, ...] = (
         "a front in Triton before it.",
         ("error_kind", "by"),
         tuple((kind, by) for by in (ENGINE, FRONT) for kind in ERROR_KINDS),
+    ),
+    Family(
+        "queue_refusals",
+        "counter",
+        "Requests that were not accepted because the queue was full, by the limiting setting.",
+        ("limit",),
+        _each(QUEUE_LIMITS),
+    ),
+    Family(
+        "queue_timeouts",
+        "counter",
+        "Accepted requests that were queued for longer than `queue_timeout_s` allows.",
+    ),
+    Family(
+        "deadline_misses",
+        "counter",
+        "Requests whose `deadline_ms` passed: before their first step, or later.",
+        ("state",),
+        _each(DEADLINE_STATES),
     ),
     Family(
         "spec_decode_num_drafts",

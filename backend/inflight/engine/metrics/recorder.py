@@ -16,11 +16,14 @@ from inflight.core.request import FinishReason
 from inflight.core.sequence import SequenceGroup
 from inflight.engine.metrics.families import (
     BY_STEM,
+    DEADLINE_STATES,
     ENGINE,
     ERROR_KINDS,
     FINISHED_REASONS,
     FRONT,
     PHASES,
+    QUEUED,
+    STARTED,
 )
 from inflight.engine.metrics.histogram import Histogram
 from inflight.engine.metrics.snapshot import Metrics, flat
@@ -73,6 +76,8 @@ class Recorder:
         self._num_prompt_tokens = 0  # of admitted prompts, at the last step
         self._num_finished = dict.fromkeys(FINISHED_REASONS, 0)
         self._num_failed = dict.fromkeys(ERROR_KINDS, 0)
+        self._num_deadline_misses = dict.fromkeys(DEADLINE_STATES, 0)
+        self._num_queue_timeouts = 0
         self._num_refused = {by: dict.fromkeys(ERROR_KINDS, 0) for by in (ENGINE, FRONT)}
         self._histograms = {
             stem: [Histogram(family.bounds) for _ in family.values]
@@ -93,6 +98,16 @@ class Recorder:
     def refused(self, kind: str) -> None:
         """A request has not been accepted; kind: of the error."""
         self._num_refused[ENGINE][_known(kind)] += 1
+
+    def missed_deadline(self, request_id: int) -> None:
+        """A request's deadline has passed."""
+        request = self._requests.get(request_id)
+        has_started = request is not None and request.scheduled is not None
+        self._num_deadline_misses[STARTED if has_started else QUEUED] += 1
+
+    def timed_out(self) -> None:
+        """A request was queued for too long."""
+        self._num_queue_timeouts += 1
 
     def refused_by_front(self, counts: Mapping[str, int]) -> None:
         """A front has refused so many requests, by kind of error."""
@@ -203,6 +218,9 @@ class Recorder:
             "requests_refused": [
                 self._num_refused[by][kind] for by in (ENGINE, FRONT) for kind in ERROR_KINDS
             ],
+            "queue_refusals": list(stats.num_refused_by_limit),
+            "queue_timeouts": [self._num_queue_timeouts],
+            "deadline_misses": [self._num_deadline_misses[state] for state in DEADLINE_STATES],
             "spec_decode_num_drafts": [sum(num_accepted_at)],
             "spec_decode_num_draft_tokens": [stats.num_drafted_tokens],
             "spec_decode_num_accepted_tokens": [stats.num_accepted_tokens],
@@ -228,6 +246,8 @@ class Recorder:
         return {
             "num_requests_running": [stats.num_running],
             "num_requests_waiting": [waiting],
+            "num_requests_queued": list(stats.num_waiting_by_class),
+            "num_prompt_tokens_queued": list(stats.num_waiting_tokens_by_class),
             "num_requests_suspended": [stats.num_suspended],
             "num_requests_active": [stats.num_running + waiting + stats.num_suspended],
             "max_num_seqs": [self._max_num_seqs],

@@ -41,7 +41,11 @@ _COUNT_AT, _NUM_COUNTS = _offsets(
 _IS_COUNTER = [one.kind == "counter" for one in _SCALARS for _ in one.values]
 # Gauges of an engine that is not running.
 _ACTIVITY = ("num_requests_running", "num_requests_waiting", "num_requests_suspended")
-_IDLE = (*_ACTIVITY, "num_requests_active", "kv_cache_usage_perc", "saturation", "engine_up")
+_QUEUED = ("num_requests_queued", "num_prompt_tokens_queued")
+_IDLE = (
+    *(*_ACTIVITY, *_QUEUED, "num_requests_active"),
+    *("kv_cache_usage_perc", "saturation", "engine_up"),
+)
 
 
 class Metrics(msgspec.Struct, tag="metrics", frozen=True):
@@ -114,7 +118,8 @@ class Totals:
             return None
         found = self._with_base(self._last)
         for stem in _IDLE:
-            found.values[_VALUE_AT[stem]] = 0.0
+            at, size = _VALUE_AT[stem], len(BY_STEM[stem].values)
+            found.values[at : at + size] = [0.0] * size
         blocks = _VALUE_AT["kv_cache_blocks"]
         found.values[blocks : blocks + 2] = [found.value("kv_cache_max_blocks"), 0.0]
         return found

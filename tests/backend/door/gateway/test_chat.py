@@ -113,6 +113,16 @@ def test_defaults_are_those_of_openai(gateway: Gateway) -> None:
         ),
         ({"continue_final_message": True}, {"continue_final_message": True}),
         ({"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "store": False}, {}),
+        (
+            {"priority_class": "batch", "deadline_ms": 900},
+            {"priority_class": "batch", "deadline_ms": 900},
+        ),
+        ({"service_tier": "flex"}, {"priority_class": "batch"}),
+        (
+            {"service_tier": "flex", "priority_class": "interactive"},
+            {"priority_class": "interactive"},
+        ),
+        ({"service_tier": "priority", "priority": 0}, {}),
         ({"no_such_field": 1, "stop": None, "n": None, "suffix": ""}, {}),
     ],
 )  # fmt: skip

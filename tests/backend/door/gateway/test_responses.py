@@ -285,13 +285,19 @@ def test_a_client_that_leaves_ends_its_request(gateway: Gateway) -> None:
             },
             {},
         ),
+        (
+            {"service_tier": "flex", "deadline_ms": 900},
+            {"priority_class": "batch", "deadline_ms": 900},
+        ),
     ],
 )  # fmt: skip
 def test_fields_become_tensors(
     gateway: Gateway, fields: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
     gateway.triton.plays(delta("Hi"), end())
-    create(gateway, **fields)
+    response = create(gateway, **fields)
+    is_flex = fields.get("service_tier") == "flex"
+    assert response["service_tier"] == ("flex" if is_flex else "default")
     ((model, sent),) = gateway.triton.requests
     assert model == "chat"
     messages = json.loads(sent.pop("messages"))

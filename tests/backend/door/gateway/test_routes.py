@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 from gateway import MODELS, Gateway, a_gateway, delta, end
 
 HELLO = [{"role": "user", "content": "Hello"}]
+MISSED = (
+    "in ensemble 'generate', deadline_ms: the request was not complete 50 ms after its arrival (it "
+    "had 3 output tokens); allow it more time, or send it when the load is lower"
+)
 
 
 def test_models_have_their_served_names(gateway: Gateway) -> None:
@@ -113,6 +117,8 @@ def test_bodies_that_are_not_requests_are_refused(
     [
         (400, "top_p: 3 is out of range", 400, "invalid_request", False),
         (400, "the queue of the model is full; retry later", 503, "server_overloaded", True),
+        (400, "9 requests are waiting; retry in 17 s", 503, "server_overloaded", True),
+        (400, MISSED, 504, "deadline_exceeded", False),
         (404, "Request for unknown model: 'x' is not found", 404, "not_found", False),
         (500, "Traceback in /usr/lib/x.py at 0xdeadbeef", 500, "internal_error", True),
     ],
@@ -128,7 +134,9 @@ def test_errors_of_triton_have_a_status_and_a_code(
     assert ("x-should-retry" not in headers) == can_retry
     assert "/usr/lib" not in error["message"] and "0xdead" not in error["message"]
     if found == 503:
-        assert headers["retry-after"]
+        assert headers["retry-after"] == ("17" if "17" in text else "1")
+    if found == 504:
+        assert error["param"] == "deadline_ms"
 
 
 def test_messages_that_are_not_text_are_refused(gateway: Gateway) -> None:

@@ -214,6 +214,14 @@ def test_10_an_error_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
     assert set(last["error"]) == {"message", "type", "param", "code"}
 
 
+def test_10_a_deadline_that_is_missed_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
+    text = "deadline_ms: the request was not complete 50 ms after its arrival (it had 1 token)"
+    gateway.triton.plays(delta("Hi"), sse({"error": f"in ensemble 'chat', {text}"}))
+    *_, last = gateway.stream()
+    assert last["error"]["message"] == text
+    assert (last["error"]["code"], last["error"]["param"]) == ("deadline_exceeded", "deadline_ms")
+
+
 @pytest.mark.parametrize("script", [(delta("Hi"), 0.05, DROP), (delta("Hi"),)])
 def test_10_a_stream_that_is_cut_off_ends_with_an_error(
     gateway: Gateway, script: tuple[object, ...]

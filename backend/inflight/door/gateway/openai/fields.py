@@ -88,6 +88,9 @@ class Fields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
     speculation: str | None = None
+    priority_class: str | None = None
+    deadline_ms: Int32 | None = None
+    service_tier: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -120,6 +123,7 @@ TENSORS = {
             *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
             *("no_repeat_ngram_size", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
             *("allowed_token_ids", "cache_salt", "speculation", "n"),
+            *("priority_class", "deadline_ms"),
         )
     },
 }
@@ -136,7 +140,7 @@ FIELDS_OF_TENSORS = {
 # Accepted without an effect on the output: hints and labels.
 HINTS = frozenset(
     {
-        *("user", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+        *("user", "metadata", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "verbosity", "prediction", "reasoning_effort", "request_id"),
     }
 )
@@ -178,7 +182,10 @@ _INSTEAD = {
     **{name: "structured_outputs" for name in UNSUPPORTED if name.startswith("guided_")},
     "functions": "tools",
     "function_call": "tool_choice",
+    "priority": "priority_class",
 }
+# OpenAI's service tier that is cheaper because it may wait.
+FLEX = "flex"
 
 
 def parse(
@@ -274,6 +281,8 @@ def tensors_of(fields: Fields, max_tokens: int | None) -> dict[str, Any]:
     for name in ("stop_token_ids", "bad_words", "dry_sequence_breakers"):
         if tensors.get(name) == []:
             del tensors[name]
+    if fields.service_tier == FLEX:
+        tensors.setdefault("priority_class", "batch")
     if fields.logit_bias:
         for name in fields.logit_bias:
             if not (name.isascii() and name.isdecimal() and len(name) < 10):

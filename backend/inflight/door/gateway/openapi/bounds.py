@@ -1,17 +1,17 @@
-"""Bounds and meanings of sampling options, from the table that the models check them with."""
+"""Bounds and meanings of options, from the table that the models check them with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from inflight.door.gateway.openai.fields import TENSORS
-from inflight.sampling.options import Option, option_fields
-from inflight.sampling.params import SamplingParams
+from inflight.sampling.options import Option
+from inflight.triton.request_options import OPTIONS
 
 
 def add_bounds(properties: dict[str, Any]) -> None:
     """Add them to the JSON schemas of a request's fields."""
-    for one in option_fields(SamplingParams):
+    for one in OPTIONS:
         schema = properties.get(one.name)
         if schema is None or one.name not in TENSORS:
             continue

@@ -28,7 +28,7 @@ _ERRORS = {
     431: "The headers are too large.",
     500: "The server failed to process the request.",
     503: "The server is not ready or overloaded; retry later.",
-    504: "The server did not respond in time.",
+    504: "The server did not respond in time, or not within the request's deadline_ms.",
 }
 _RETRIED = (429, 503)
 _RETRY_AFTER = {

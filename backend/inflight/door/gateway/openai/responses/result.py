@@ -10,6 +10,7 @@ import msgspec
 
 from inflight.door.gateway.generation import Delta
 from inflight.door.gateway.openai.blocks import Block, Blocks, Kind
+from inflight.door.gateway.openai.fields import FLEX
 from inflight.door.gateway.openai.responses.fields import ResponsesRequest
 from inflight.door.gateway.problem import Problem
 from inflight.door.gateway.turns import AUTO, LENGTH, TurnPlan
@@ -156,7 +157,7 @@ def _echo(fields: ResponsesRequest, model: str) -> dict[str, Any]:
             "effort": reasoning.effort if reasoning is not None else None,
             "summary": reasoning.summary if reasoning is not None else None,
         },
-        "service_tier": "default",
+        "service_tier": FLEX if fields.service_tier == FLEX else "default",
         "store": False,
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": shown,
