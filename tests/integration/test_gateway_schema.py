@@ -34,6 +34,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 # Members of requests whose generated values are seldom accepted.
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": HELLO,
+    "/v1/completions": {"prompt": "Hello"},
     "/v1/messages": HELLO,
     "/v1/messages/count_tokens": HELLO,
     "/tokenize": {"prompt": "Hello"},

@@ -120,6 +120,11 @@ class CpuRunner:
         drafts: list[list[int]] = [[] for _ in batch.chunks]
         if self.drafter is not None:
             drafts = self.drafter.propose(batch.chunks)
+            output.from_outputs.update(
+                index
+                for index, chunk in enumerate(batch.chunks)
+                if chunk.sequence.request_id in self.drafter.from_outputs
+            )
         arrays = batch.arrays(self.block_size, drafts, self._cache.kernel_blocks)
         self._refuse_unknown_tokens(arrays, output)
         masks = GrammarMasks(batch, drafts)  # computed in parallel with the forward pass
@@ -241,9 +246,6 @@ class CpuRunner:
                     output.candidates[index] = choices.candidates[chosen]
             if guessed:
                 output.num_drafted[index] = len(guessed)
-                assert self.drafter is not None
-                if chunk.sequence.request_id in self.drafter.from_outputs:
-                    output.from_outputs.add(index)
             row += 1 + len(guessed)
 
     def _measure_costs(self, max_drafts: int) -> StepCosts:
