@@ -34,9 +34,9 @@ struct GateUp {
     T* inner;                    // [T * k, width]
     int hidden, width, gate;
 
-    // By all blocks, which hand on what tokens choose; `scale_of` returns the scale of a token's x,
-    // if it has 8 bits. A job is 8 columns of an expert's inner layer. Teams leave the sums of some
-    // jobs in shared memory, from where a thread takes those of one column and token.
+    // By all blocks, which hand on what tokens choose. x_scales [T]: of x in 8 bits. A job is 8
+    // columns of an expert's inner layer. Teams leave the sums of some jobs in shared memory, from
+    // where a thread takes those of one column and token.
     __device__ void run(const Memory& at, Choice* handed_on, const float* x_scales, int num_tokens,
                         int top_k, int stages, int team_size) const {
         const Choice& choice = at.choice;
@@ -123,8 +123,7 @@ struct GateUp {
 //   choice   for few_down
 //   weight and what follows: see GateUp; gate SILU or CLAMPED, width a multiple of 8, and rows of x
 //          and the weight of 16 bytes
-//
-//   stages  of a warp's ring
+//   stages     of a warp's ring
 //   team_size  warps that share a job, which divides WARPS
 //
 // Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * x_pitch(of hidden),
