@@ -216,7 +216,7 @@ def test_10_an_error_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
 
 def test_10_a_deadline_that_is_missed_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
     text = "deadline_ms: the request was not complete 50 ms after its arrival (it had 1 token)"
-    gateway.triton.plays(delta("Hi"), sse({"error": f"in ensemble 'chat', {text}"}))
+    gateway.triton.plays(delta("Hi"), 0.3, sse({"error": f"in ensemble 'chat', {text}"}))
     *_, last = gateway.stream()
     assert last["error"]["message"] == text
     assert (last["error"]["code"], last["error"]["param"]) == ("deadline_exceeded", "deadline_ms")
