@@ -32,8 +32,8 @@ _GROWTH = 2.0
 _MEMORY = 0.97
 # Of the sums of squares, so that what has not varied yet has no influence.
 _RIDGE = 1e-4
-# Steps no larger than earlier ones that exceed the estimate by more tell of a compilation or of the
-# machine, not of their size.
+# Outliers are clipped to this multiple of the predicted step time: a kernel was compiled, or the
+# machine was busy. Not where the step is larger than any before: there the prediction is a guess.
 _OUTLIER = 4.0
 # Typical magnitudes, which make sums of squares comparable.
 _SCALES = np.array([1.0, 64.0, 512.0, 512.0 * 8192.0])

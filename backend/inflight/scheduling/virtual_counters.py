@@ -1,4 +1,4 @@
-"""Fair shares of a service between those who wait for it, by weight.
+"""Weighted fair queueing by token counts.
 
 Virtual token counters (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 Each party has a counter of the tokens that it was served, divided by its weight, and the one with

@@ -24,7 +24,7 @@ QueueKey = tuple[PriorityClass, str]
 
 
 def key_of(group: SequenceGroup) -> QueueKey:
-    """Whose queue a group waits in, and who is charged for it."""
+    """The priority class and tenant that a group is queued under and charged to."""
     return group.request.priority_class, group.request.tenant
 
 

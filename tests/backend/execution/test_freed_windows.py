@@ -49,7 +49,7 @@ def kept() -> dict[tuple[Checkpoint, str], dict[int, list[int]]]:
 def expected(
     checkpoint: Checkpoint, device: str, kept: dict[tuple[Checkpoint, str], dict[int, list[int]]]
 ) -> dict[int, list[int]]:
-    """What is said where no blocks are freed; computed by the first test that needs it."""
+    """Outputs of an engine that frees no blocks, computed once per checkpoint and device."""
     if (checkpoint, device) not in kept:
         with pytest.MonkeyPatch.context() as patched:
             keep_all(patched)

@@ -1,4 +1,4 @@
-"""A refused client is told when those that wait now will have been admitted."""
+"""The retry hint of a refusal: the estimated time to admit all queued requests."""
 
 from __future__ import annotations
 
