@@ -46,6 +46,7 @@ class StepTimes:
         self._squares = np.zeros((len(_SCALES), len(_SCALES)))
         self._products = np.zeros(len(_SCALES))
         self._coefficients = np.zeros(len(_SCALES))
+        self._is_solved = True
         self._largest = np.zeros(len(_SCALES))
 
     def observe(self, size: tuple[float, float, float, float], seconds: float) -> None:
@@ -62,10 +63,12 @@ class StepTimes:
         self._largest = np.maximum(self._largest, x)
         self._squares = _MEMORY * self._squares + np.outer(x, x)
         self._products = _MEMORY * self._products + seconds * x
-        self._coefficients = self._solve()
+        self._is_solved = False  # in most steps nobody asks
 
     def coefficients(self) -> tuple[float, float, float, float]:
         """Seconds of a step, and of each decode, prompt token and pair in it."""
+        if not self._is_solved:
+            self._coefficients, self._is_solved = self._solve(), True
         base, decode, token, pair = (self._coefficients / _SCALES).tolist()
         return base, decode, token, pair
 
