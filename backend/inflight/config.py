@@ -221,6 +221,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             former="kv_cache_bytes",
         ),
     ] = None
+    kv_host_memory_bytes: Annotated[
+        Count | None,
+        Setting(
+            "Host memory for KV blocks, as a second tier of the prefix cache: full blocks are "
+            "copied there in the background, and a request whose prefix the pool has lost loads it "
+            "instead of computing it. With a GPU it is page-locked.",
+            default="none",
+        ),
+    ] = None
     num_blocks: Annotated[
         Count | None,
         Setting("KV blocks in the pool.", default="from `kv_cache_memory_bytes`"),

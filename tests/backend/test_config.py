@@ -57,6 +57,7 @@ def test_each_setting_is_taken_over() -> None:
         "num_threads": 3,
         "block_size": 8,
         "kv_cache_memory_bytes": 1000,
+        "kv_host_memory_bytes": 2000,
         "num_blocks": 7,
         "gpu_memory_utilization": 0.5,
         "cuda_graphs": False,
@@ -295,7 +296,7 @@ def test_bounds_hold_in_python_too() -> None:
 
 
 def test_all_numbers_are_covered_by_the_test_above() -> None:
-    assert len(NUMBERS) == 14
+    assert len(NUMBERS) == 15
 
 
 def test_a_relative_model_is_relative_to_its_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterable
 
-from inflight.core.batch import Batch, Chunk, CompletedStep, StepOutput
+from inflight.core.batch import Batch, Chunk, CompletedStep, Load, StepOutput, Store
 from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
@@ -24,6 +24,7 @@ class CountingRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kv_tables = KVTables.single(block_size)
+        self.host_slots = 0
         self.vocab_size = vocab_size
         self.max_rows = 1 << 20
         self.steps_ahead = 0
@@ -48,6 +49,9 @@ class CountingRunner:
             tokens.append([(last + 1) % self.vocab_size] if chunk.samples else [])
         return CompletedStep(StepOutput(tokens, [[-0.5] * len(t) for t in tokens], errors))
 
+    def take_stored(self) -> list[int]:
+        return []
+
     def forget(self, sequence: Sequence) -> None:
         pass
 
@@ -70,6 +74,9 @@ def alone(prompt_ids: list[int], max_tokens: int, vocab_size: int = 3) -> list[i
         token_ids.append(next_token(token_ids, vocab_size))
     return token_ids[len(prompt_ids) :]
 
+
+_Held = tuple[tuple[int, int, int], int]
+"""What a slot holds: table, position and token; and the digest."""
 
 NUM_NAMED = 8
 NAMED = range(NUM_NAMED)
@@ -102,6 +109,8 @@ class PagedRunner:
         poisoned: ids of requests that fail alone.
         written: blocks that the last launch wrote to.
         named: tokens that are candidates for what follows.
+        storing: copies to host memory that have not ended.
+        stores_at_once: how many of them end by each `take_stored`.
     """
 
     def __init__(
@@ -111,7 +120,9 @@ class PagedRunner:
         steps_ahead: int = 0,
         vocab_size: int = 3,
         kv_tables: KVTables | None = None,
+        host_slots: int = 0,
     ) -> None:
+        self.host_slots = host_slots
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kv_tables = kv_tables or KVTables.single(block_size)
@@ -130,6 +141,11 @@ class PagedRunner:
         self.num_taken = 0
         self.written: set[int] = set()
         self.named = NAMED
+        self.storing: list[Store] = []
+        self.stores_at_once = 1 << 20
+        self._late_loads: list[Load] = []
+        # Blocks in host memory: by slot, what their slots in the pool held.
+        self._in_host: dict[int, list[_Held | None]] = {}
         # By slot: table, position, token; and the digest of all tokens up to it. Layers of all
         # tables share the memory of a block, so that here they share its slots.
         self._tokens: dict[int, tuple[int, int, int]] = {}
@@ -147,11 +163,45 @@ class PagedRunner:
         assert self.num_launched - self.num_taken <= self.steps_ahead + 1, "too far ahead"
         return LateStep(self, number, self._compute(batch))
 
+    def take_stored(self) -> list[int]:
+        """A store reads its block as late as it may."""
+        count = self.stores_at_once
+        ended, self.storing = self.storing[:count], self.storing[count:]
+        for store in ended:
+            self._in_host[store.slot] = [self._held(slot) for slot in self._slots_in(store.block)]
+        return [store.ticket for store in ended]
+
     def forget(self, sequence: Sequence) -> None:
         pass
 
+    def _load(self, loads: list[Load]) -> None:
+        for load in loads:
+            held = self._in_host[load.slot]
+            for slot, content in zip(self._slots_in(load.block), held, strict=True):
+                self._tokens.pop(slot, None)
+                self._digests.pop(slot, None)
+                if content is not None:
+                    self._tokens[slot], self._digests[slot] = content
+
+    def _held(self, slot: int) -> _Held | None:
+        return (self._tokens[slot], self._digests[slot]) if slot in self._tokens else None
+
+    def _slots_in(self, block: int) -> list[int]:
+        """The slots of a block of the pool."""
+        most = max(table.kernel_blocks for table in self.kv_tables.tables)
+        size = self.block_size
+        blocks = KernelBlocks(most, self.num_blocks).ids([block])
+        return [one * size + offset for one in blocks for offset in range(size)]
+
     def _compute(self, batch: Batch) -> StepOutput:
-        self.written = {target for _, target in batch.copies}
+        self._load(self._late_loads)
+        self._late_loads = []
+        if batch.reads_loads:
+            self._load(batch.loads)
+        else:  # as late as they may be
+            self._late_loads = batch.loads
+        self.storing += batch.stores
+        self.written = {target for _, target in batch.copies} | {one.block for one in batch.loads}
         self._copy(batch.copies)
         rows = [self._rows_of(chunk) for chunk in batch.chunks]
         for table in range(len(self.kv_tables.tables)):

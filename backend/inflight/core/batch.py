@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -96,12 +97,52 @@ class BatchArrays:
     sample_rows: npt.NDArray[np.int64]
 
 
+class Store(NamedTuple):
+    """A block to copy to host memory.
+
+    Attributes:
+        ticket: number of the copy; the runner returns it once the copy has ended.
+        block: of the pool, full and in the prefix cache.
+        slot: in host memory.
+    """
+
+    ticket: int
+    block: int
+    slot: int
+
+
+class Load(NamedTuple):
+    """A block to copy from host memory.
+
+    Attributes:
+        slot: in host memory.
+        block: of the pool.
+    """
+
+    slot: int
+    block: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Chunks of one step, and the KV blocks to copy before it (source, target)."""
+    """Chunks of one step, and the KV blocks to copy before it.
+
+    Attributes:
+        chunks: of the step.
+        copies: (source, target) of blocks in the pool, copied after the loads of this and earlier
+            steps that this one reads.
+        loads: blocks to copy from host memory. Later steps read them; this one too with
+            `reads_loads`.
+        stores: blocks to copy to host memory. Nothing writes to them until their tickets have been
+            returned.
+        reads_loads: whether this step reads blocks that it loads.
+    """
 
     chunks: list[Chunk]
     copies: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    reads_loads: bool = False
 
     @property
     def num_tokens(self) -> int:

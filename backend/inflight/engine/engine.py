@@ -239,6 +239,8 @@ class Engine:
         events = self._add_all(self.siblings.pop_orphans(self._groups))
         if self.speculation is not None:
             self.speculation.plan(self.scheduler.running)
+        if self.runner.host_slots:
+            self.scheduler.stored(self.runner.take_stored())
         batch = self.scheduler.schedule()
         now = self._clock()
         num_prompt_tokens = self.scheduler.num_prompt_tokens
@@ -417,7 +419,9 @@ class Engine:
         error = EngineError("the step that computed this request failed; it is safe to retry")
         self._quarantine.step_failed({one.sequence.group.request_id for one in batch.chunks})
         # The first beam of a search fails all of them, and the others become stale.
-        return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
+        events = [self._fail(one.sequence, error) for one in batch.chunks if not one.is_stale]
+        self.scheduler.abandon(batch)
+        return events
 
     def _fail(self, group: SequenceGroup, error: InflightError) -> TokenEvent:
         """Fail a request; one event covers all outputs of a beam search."""

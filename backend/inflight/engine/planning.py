@@ -36,6 +36,7 @@ def make_scheduler(
         max_draft_tokens=config.max_draft_tokens,
         max_rows=runner.max_rows,
         kv_tables=runner.kv_tables,
+        host_slots=runner.host_slots,
         prefill_budget=prefill_budget,
     )
 

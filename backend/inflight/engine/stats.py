@@ -21,6 +21,10 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
         num_waiting_by_class: waiting requests, in the order of PriorityClass.
         num_waiting_tokens_by_class: tokens of their prompts.
         num_refused_by_limit: requests refused by the queue, in the order of QUEUE_LIMITS.
+        num_host_blocks: KV blocks in host memory.
+        max_host_blocks: those that fit there.
+        num_host_blocks_stored, num_host_blocks_loaded: blocks copied there, and back.
+        num_host_blocks_evicted: blocks that others have replaced there.
     """
 
     num_running: int
@@ -38,3 +42,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_waiting_by_class: list[int] = []
     num_waiting_tokens_by_class: list[int] = []
     num_refused_by_limit: list[int] = []
+    num_host_blocks: int = 0
+    max_host_blocks: int = 0
+    num_host_blocks_stored: int = 0
+    num_host_blocks_loaded: int = 0
+    num_host_blocks_evicted: int = 0

@@ -42,6 +42,7 @@ class TokenCounts:
 
     def snapshot(self, scheduler: Scheduler, num_blocks: int, num_output_tokens: int) -> Stats:
         """A snapshot, with the counters of scheduler and output stage."""
+        host = scheduler.host_cache
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -58,4 +59,9 @@ class TokenCounts:
             num_waiting_by_class=list(scheduler.waiting.num_requests.values()),
             num_waiting_tokens_by_class=list(scheduler.waiting.num_tokens.values()),
             num_refused_by_limit=list(scheduler.num_refused.values()),
+            num_host_blocks=len(host) if host else 0,
+            max_host_blocks=host.num_slots if host else 0,
+            num_host_blocks_stored=host.num_stored if host else 0,
+            num_host_blocks_loaded=host.num_loaded if host else 0,
+            num_host_blocks_evicted=host.num_evicted if host else 0,
         )

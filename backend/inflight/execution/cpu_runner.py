@@ -30,6 +30,7 @@ from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.budget import num_kv_blocks
 from inflight.kv.cache import KVCache
+from inflight.kv.host_blocks import HostBlocks, block_parts
 from inflight.kv.layout import KVTables
 from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.spec import ModelSpec
@@ -95,12 +96,23 @@ class CpuRunner:
             )
             self.drafter = source.method.load(source, target)
             self._caches += self.drafter.caches
+        self._host: HostBlocks | None = None
+        self._stored: list[int] = []
+        if config.kv_host_memory_bytes:
+            parts = block_parts(data for cache in self._caches for data in cache.data)
+            self._host = HostBlocks(parts, config.kv_host_memory_bytes)
+        self.host_slots = 0 if self._host is None else self._host.num_slots
+        if source is not None:
             self.step_costs = self._measure_costs(
                 min(source.settings.num_speculative_tokens, max_len - 2)
             )
 
     def launch(self, batch: Batch) -> CompletedStep:
         return CompletedStep(self._run(batch))
+
+    def take_stored(self) -> list[int]:
+        stored, self._stored = self._stored, []
+        return stored
 
     def forget(self, sequence: Sequence) -> None:
         if self.drafter is not None:
@@ -109,6 +121,10 @@ class CpuRunner:
     @torch.inference_mode()
     def _run(self, batch: Batch) -> StepOutput:
         output = StepOutput([[] for _ in batch.chunks], [[] for _ in batch.chunks])
+        if self._host is not None:
+            self._host.load(batch.loads)
+            self._host.store(batch.stores)
+            self._stored += [store.ticket for store in batch.stores]
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).unbind(1)
             for cache in self._caches:

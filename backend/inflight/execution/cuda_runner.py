@@ -43,6 +43,8 @@ from inflight.execution.graph_buckets import (
 from inflight.execution.launch_recording import find_kernels
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.budget import gpu_budget_bytes, gpu_pool_bytes, num_kv_blocks
+from inflight.kv.host_blocks import block_parts
+from inflight.kv.host_transfers import HostTransfers
 from inflight.kv.layout import KVTables
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
@@ -178,6 +180,8 @@ class CudaRunner:
         drafts = self._host_drafts(batch)
         masks = GrammarMasks(batch, drafts.token_ids)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if self._host is not None:
+                self._host.launch(batch)
             sent = steps.batch.send(
                 batch, size, *steps.caches, bucket=bucket, drafts=drafts.token_ids
             )
@@ -198,6 +202,9 @@ class CudaRunner:
                 if sent.num_drafts:
                     self.drafter.draft(steps.batch, size.num_chunks, sent.num_drafts)
         return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, drafts, ended)
+
+    def take_stored(self) -> list[int]:
+        return [] if self._host is None else self._host.take_stored()
 
     def forget(self, sequence: Sequence) -> None:
         # Its slot is reclaimed when another sequence stages one.
@@ -243,6 +250,11 @@ class CudaRunner:
         self.num_blocks = num_kv_blocks(config, block_bytes, gpu_pool_bytes(config, *sizes))
         self.gpu_budget_bytes = gpu_budget_bytes(config, *sizes)
         self._steps.allocate(self.num_blocks)
+        self._host: HostTransfers | None = None
+        if config.kv_host_memory_bytes:
+            parts = block_parts(self._steps.caches)
+            self._host = HostTransfers(parts, config.kv_host_memory_bytes)
+        self.host_slots = 0 if self._host is None else self._host.blocks.num_slots
 
     def _allocated_bytes(self) -> int:
         """GPU memory that torch has reserved in this process."""

@@ -23,6 +23,7 @@ class EchoRunner:
         self.num_blocks = num_kv_blocks(config, layout.block_bytes(config.block_size))
         self.block_size = config.block_size
         self.kv_tables = KVTables(layout.tables, config.block_size)
+        self.host_slots = 0
         self.vocab_size = spec.vocab_size
         self.max_rows = config.max_num_batched_tokens
         self.steps_ahead = 0
@@ -33,6 +34,9 @@ class EchoRunner:
     def launch(self, batch: Batch) -> CompletedStep:
         token_ids = [[_echo(chunk.sequence)] if chunk.samples else [] for chunk in batch.chunks]
         return CompletedStep(StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids]))
+
+    def take_stored(self) -> list[int]:
+        return []
 
     def forget(self, sequence: Sequence) -> None:
         pass

@@ -185,6 +185,11 @@ def build(
         ConfigError: the checkpoint is corrupt or not supported, or the settings exceed the limits
             of the model or of this machine.
     """
+    if config.kv_host_memory_bytes is not None and not config.enable_prefix_caching:
+        raise ConfigError(
+            "kv_host_memory_bytes: host memory is a tier of the prefix cache, which is off; set "
+            "enable_prefix_caching, or leave kv_host_memory_bytes out"
+        )
     spec = read_spec(checkpoint)
     spec.max_model_len(config)  # rejected before anything is loaded
     if config.speculative_config is not None:

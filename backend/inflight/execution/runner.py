@@ -28,6 +28,7 @@ class Runner(Protocol):
         num_blocks: KV blocks in its pool.
         block_size: tokens per kernel block.
         kv_tables: the block tables of each sequence.
+        host_slots: KV blocks that its host memory holds; 0 for none.
         vocab_size: token ids are below it.
         max_rows: rows of logits in a step: one per sequence and one per draft; prompts whose
             logprobs are requested share the rest.
@@ -41,6 +42,7 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     kv_tables: KVTables
+    host_slots: int
     vocab_size: int
     max_rows: int
     steps_ahead: int
@@ -49,7 +51,7 @@ class Runner(Protocol):
     gpu_budget_bytes: int
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Copy blocks, draft, compute the batch, sample.
+        """Load, store and copy blocks, draft, compute the batch, sample.
 
         Batches run in launch order. Everything a step needs of its sequences (tokens, block tables)
         is read here; the host changes them afterwards.
@@ -57,6 +59,9 @@ class Runner(Protocol):
         Raises:
             Exception: the whole step failed, as in `PendingStep.result`.
         """
+
+    def take_stored(self) -> list[int]:
+        """Tickets of the batches' stores that have ended since the last call (see `Batch`)."""
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a finished sequence; idempotent."""

@@ -89,20 +89,33 @@ class BlockPool:
             found.append(block)
         return found
 
+    def find(self, key: bytes) -> int | None:
+        """The block with this hash in the prefix map."""
+        return self._by_hash.get(key)
+
     def is_cached(self, key: bytes) -> bool:
         """Whether a block with this hash is in the prefix map."""
         return key in self._by_hash
+
+    def is_registered(self, block: int, key: bytes) -> bool:
+        """Whether it is this block that has this hash in the prefix map."""
+        return self._hashes[block] == key
 
     def acquire(self, hashes: Sequence[bytes]) -> list[int]:
         """`lookup`, and raise the reference counts of the blocks found."""
         blocks = self.lookup(hashes)
         for block in blocks:
-            if self._ref_counts[block] == 0:
-                del self._evictable[block]
-            self._ref_counts[block] += 1
+            self._own(block)
         self.queries += len(hashes)
         self.hits += len(blocks)
         return blocks
+
+    def hold(self, key: bytes) -> int | None:
+        """Own the cached block with this hash; None if there is none."""
+        block = self.find(key)
+        if block is not None:
+            self._own(block)
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Raise the reference counts of owned blocks.
@@ -131,15 +144,18 @@ class BlockPool:
         self._ref_counts[block] = 1
         return block
 
-    def register(self, block: int, key: bytes) -> None:
+    def register(self, block: int, key: bytes) -> bool:
         """Register a full block in the prefix map.
 
-        If a block with the same content is registered already, that one stays: two sequences that
-        computed the same block concurrently keep one each.
+        Returns:
+            False if it is registered, or one with the same content is. That one stays: two
+            sequences that computed the same block concurrently keep one each.
         """
-        if key not in self._by_hash and self._hashes[block] is None:
-            self._by_hash[key] = block
-            self._hashes[block] = key
+        if key in self._by_hash or self._hashes[block] is not None:
+            return False
+        self._by_hash[key] = block
+        self._hashes[block] = key
+        return True
 
     def release(self, blocks: Sequence[int]) -> None:
         """Release the blocks of one table, the only way to do so.
@@ -156,6 +172,11 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._evictable[block] = None
+
+    def _own(self, block: int) -> None:
+        if self._ref_counts[block] == 0:
+            del self._evictable[block]
+        self._ref_counts[block] += 1
 
     def _evict(self, block: int) -> None:
         key = self._hashes[block]

@@ -11,9 +11,13 @@ A prefix is cached if all its blocks are, but for those that no window reaches f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
+from inflight.core.batch import Batch, Load, Store
 from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.kv.block_pool import BlockPool, block_hash, root_hash
+from inflight.kv.host_cache import HostCache
+from inflight.kv.host_loads import HostLoads
 from inflight.kv.layout import KVTables
 from inflight.kv.pending_prefixes import WORTH_TOKENS, PendingPrefixes
 
@@ -34,6 +38,7 @@ class BlockTables:
         pool: the source of blocks.
         enable_prefix_caching: whether blocks of common prefixes are reused.
         kv_tables: the block tables of each sequence; None for one that keeps all tokens.
+        host: blocks in host memory, as the prefix cache's second tier; None for none.
 
     Attributes:
         pool: the pool.
@@ -42,10 +47,16 @@ class BlockTables:
     """
 
     def __init__(
-        self, pool: BlockPool, enable_prefix_caching: bool, kv_tables: KVTables | None = None
+        self,
+        pool: BlockPool,
+        enable_prefix_caching: bool,
+        kv_tables: KVTables | None = None,
+        host: HostCache | None = None,
     ) -> None:
         kv_tables = kv_tables or KVTables.single(pool.block_size)
         self.pool = pool
+        self._host = host
+        self._loads = None if host is None else HostLoads(host, pool)
         self.num_reserved = 0
         self._enable_prefix_caching = enable_prefix_caching
         self._pending = PendingPrefixes(pool.block_size)
@@ -65,7 +76,7 @@ class BlockTables:
             return False
         sequence = group.members[0]
         hashes = self._hashes_of(sequence, sequence.num_prompt_tokens)
-        first = self._num_cached_tokens(hashes) // self.pool.block_size
+        first = self._num_cached_tokens(hashes, self.pool.is_cached) // self.pool.block_size
         return self._pending.num_in_flight(hashes, first, end_of) >= WORTH_TOKENS
 
     def admit(self, group: SequenceGroup) -> list[Copy] | None:
@@ -94,6 +105,8 @@ class BlockTables:
         """Empty a sequence's tables. The tokens stay and are recomputed if needed."""
         if self._pending:
             self._pending.remove(sequence, sequence.block_hashes)
+        if self._loads is not None:
+            self._loads.drop(sequence)
         for first, table in zip(sequence.first_blocks, sequence.tables, strict=True):
             self.pool.release(table[first:])
         self._set(sequence, [[] for _ in self._tables])
@@ -105,6 +118,44 @@ class BlockTables:
         """Count the blocks of a fork, which shares them with its original."""
         for first, table in zip(fork.first_blocks, fork.tables, strict=True):
             self.pool.share(table[first:])
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether it has loaded blocks from host memory, and no step of it was committed since."""
+        return self._loads is not None and sequence in self._loads
+
+    @property
+    def num_loading(self) -> int:
+        """Sequences with such loads."""
+        return 0 if self._loads is None else len(self._loads)
+
+    @property
+    def num_planned_loads(self) -> int:
+        """Loads of the step that is being planned."""
+        return 0 if self._loads is None else self._loads.num_planned
+
+    def take_loads(self) -> list[Load]:
+        """The loads of the sequences that were admitted in the step that has been planned."""
+        return [] if self._loads is None else self._loads.take_planned()
+
+    def plan_stores(self) -> list[Store]:
+        """Full blocks to copy to host memory with the step that has been planned."""
+        return [] if self._host is None else self._host.plan_stores()
+
+    def stored(self, tickets: Iterable[int]) -> None:
+        """These copies to host memory have ended."""
+        if self._host is not None:
+            self._host.finish(tickets)
+
+    def abandon(self, batch: Batch) -> list[Sequence]:
+        """The step of a batch failed: forget the blocks that it was to store.
+
+        Returns:
+            The sequences whose loads were not confirmed, and may have failed with it.
+        """
+        if self._host is None or self._loads is None:
+            return []
+        self._host.abandon(batch.stores)
+        return self._loads.sequences
 
     def num_reserved_for(self, group: SequenceGroup) -> int:
         """Blocks that admissions reserve for an admitted group."""
@@ -188,13 +239,18 @@ class BlockTables:
         """
         if self._enable_prefix_caching:
             hashes, size = self._hashes_of(sequence, end), self.pool.block_size
+            first_new = start // size
+            if self._loads is not None and sequence in self._loads:
+                self._loads.confirm(sequence)
+                first_new = 0
             if self._pending:
-                self._pending.remove(sequence, hashes[start // size : end // size])
+                self._pending.remove(sequence, hashes[first_new : end // size])
             for table, span in enumerate(self._spans):
                 first, last = start // span, end // span
                 keys = self._keys(table, hashes, first, last)
                 for block, key in zip(sequence.tables[table][first:last], keys, strict=True):
-                    self.pool.register(block, key)
+                    if self.pool.register(block, key) and self._host is not None:
+                        self._host.offer(block, key)
         if self._frees_windows:
             self._free_outside_windows(sequence, end)
 
@@ -220,45 +276,89 @@ class BlockTables:
             firsts.append(table.first_kept(computed) // span)
             chains.append(self._keys(index, hashes, firsts[-1], num_cached // span))
             counts.append(-(-num_tokens // span) - computed // span)
-        revived = sum(pool.ref_count(block) == 0 for keys in chains for block in pool.lookup(keys))
-        if revived + sum(counts) + self.num_reserved > pool.num_free:
+        if self._num_taken(chains) + sum(counts) + self.num_reserved > pool.num_free:
             return None
 
         copies, tables = [], []
         # Of all tables first: a new block may evict any without an owner.
-        acquired = [pool.acquire(keys) for keys in chains]
-        for first, blocks, num_new, span in zip(firsts, acquired, counts, self._spans, strict=True):
-            new = [pool.allocate() for _ in range(num_new)]
+        acquired = self._take(sequence, chains)
+        for first, keys, span, count, blocks in zip(
+            firsts, chains, self._spans, counts, acquired, strict=True
+        ):
+            new = [pool.allocate() for _ in range(count)]
             if num_cached > computed // span * span:
                 # Everything is cached: the last token would be written to a shared block, so copy
-                # it.
-                copies.append((blocks.pop(), new[0]))
+                # it. A block that was loaded is not shared yet.
+                if pool.is_registered(blocks[-1], keys[-1]):
+                    copies.append((blocks.pop(), new[0]))
+                else:
+                    pool.release([new.pop()])
             tables.append([_FREED] * first + blocks + new)
         self._set(sequence, tables, firsts)
         sequence.num_computed = computed
-        self._pending.add(sequence, hashes[num_cached // pool.block_size :])
+        self._pending.add(sequence, hashes[self._num_registered(hashes, num_cached) :])
         return copies
 
-    def _num_cached_tokens(self, hashes: list[bytes]) -> int:
-        """Tokens of the longest cached prefix of a chain of hashes."""
+    def _num_taken(self, chains: list[list[bytes]]) -> int:
+        """Blocks without an owner that cached ones take: evictable ones, and new ones to load."""
+        pool = self.pool
+        found = [pool.find(key) for keys in chains for key in keys]
+        return sum(block is None or pool.ref_count(block) == 0 for block in found)
+
+    def _take(self, sequence: Sequence, chains: list[list[bytes]]) -> list[list[int]]:
+        """Blocks of cached keys: those in the pool, and new ones for those in host memory."""
+        if self._loads is None:
+            return [self.pool.acquire(keys) for keys in chains]
+        held = [[self.pool.hold(key) for key in keys] for keys in chains]
+        return [
+            [
+                self._loads.add(sequence, key) if block is None else block
+                for key, block in zip(keys, blocks, strict=True)
+            ]
+            for keys, blocks in zip(chains, held, strict=True)
+        ]
+
+    def _is_cached(self, key: bytes) -> bool:
+        """Whether a block is in the prefix cache, on the device or in host memory."""
+        return self.pool.is_cached(key) or (self._host is not None and key in self._host)
+
+    def _num_registered(self, hashes: list[bytes], num_cached: int) -> int:
+        """Kernel blocks of a cached prefix that the sequence does not load."""
+        if self._loads is None or not len(self._loads):
+            return num_cached // self.pool.block_size
+        return self._num_cached_tokens(hashes, self.pool.is_cached) // self.pool.block_size
+
+    def _num_cached_tokens(
+        self, hashes: list[bytes], is_cached: Callable[[bytes], bool] | None = None
+    ) -> int:
+        """Tokens of the longest cached prefix of a chain of hashes.
+
+        Args:
+            hashes: of the chain.
+            is_cached: whether a block with this hash counts; None for those on the device and in
+                host memory.
+        """
+        is_cached = is_cached or self._is_cached
         size, unit = self.pool.block_size, self._unit
         end = len(hashes) * size // unit * unit
         for index, (table, span) in enumerate(zip(self._tables, self._spans, strict=True)):
             if table.window:
-                end = self._num_cached_in_window(index, hashes, end)
+                end = self._num_cached_in_window(index, hashes, end, is_cached)
             else:
                 keys = self._keys(index, hashes, 0, end // span)
-                end = len(self.pool.lookup(keys)) * span // unit * unit
+                end = sum(1 for _ in takewhile(is_cached, keys)) * span // unit * unit
         return end
 
-    def _num_cached_in_window(self, index: int, hashes: list[bytes], end: int) -> int:
+    def _num_cached_in_window(
+        self, index: int, hashes: list[bytes], end: int, is_cached: Callable[[bytes], bool]
+    ) -> int:
         """The longest prefix of up to `end` tokens at whose end a window is cached, in tokens."""
         table, span = self._tables[index], self._spans[index]
         while end:
             # All that its last token reads, as that may be computed again.
             first, block = table.first_kept(end - 1) // span, end // span
             keys = self._keys(index, hashes, first, block)
-            while keys and self.pool.is_cached(keys[-1]):
+            while keys and is_cached(keys[-1]):
                 keys.pop()
                 block -= 1
             if not keys:
@@ -279,8 +379,8 @@ class BlockTables:
         most = (num_tokens - 1) // unit * unit  # full blocks without the last token
         num_hashes = most // pool.block_size
         chains = [self._hashes_of(beam, num_tokens)[:num_hashes] for beam in beams]
-        is_cached = self._enable_prefix_caching and not self._frees_windows
-        cached = [self._num_cached_tokens(chain) if is_cached else 0 for chain in chains]
+        uses_cache = self._enable_prefix_caching and not self._frees_windows
+        cached = [self._num_cached_tokens(chain) if uses_cache else 0 for chain in chains]
         # For each beam, the earlier one with the longest common prefix, and its length in tokens.
         common = [
             _longest_common_prefix(chains[:index], chain) for index, chain in enumerate(chains)
@@ -293,17 +393,20 @@ class BlockTables:
             self._keys(0, chain, 0, tokens // unit)
             for chain, tokens in zip(chains, cached, strict=True)
         ]
-        revived = {
-            block for keys in found for block in pool.lookup(keys) if not pool.ref_count(block)
-        }
+        distinct = list(dict.fromkeys(key for keys in found for key in keys))
         num_new = sum(
             -(-num_tokens // span) - tokens // span for _, tokens in shared for span in self._spans
         )
-        if len(revived) + num_new + self.num_reserved > pool.num_free:
+        if self._num_taken([distinct]) + num_new + self.num_reserved > pool.num_free:
             return False
 
+        (taken,) = self._take(beams[0], [distinct])
+        block_of = dict(zip(distinct, taken, strict=True))
         for beam, keys in zip(beams, found, strict=True):
-            self._set(beam, [pool.acquire(keys)] if is_cached else [[] for _ in self._tables])
+            blocks = [block_of[key] for key in keys]
+            pool.share(blocks)
+            self._set(beam, [blocks] if uses_cache else [[] for _ in self._tables])
+        pool.release(taken)  # the beams own them now
         for beam, (other, tokens) in zip(beams, shared, strict=True):
             for index, (table, span) in enumerate(zip(beam.tables, self._spans, strict=True)):
                 more = beams[other].tables[index][len(table) : tokens // span]

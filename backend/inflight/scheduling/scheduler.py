@@ -46,6 +46,7 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.errors import CapacityError, EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
+from inflight.kv.host_cache import HostCache
 from inflight.kv.layout import KVTables
 from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.waiting_queue import QueueKey, WaitingQueue, key_of
@@ -75,6 +76,7 @@ class Scheduler:
             logprobs takes one for each token, but never another sequence's: the remaining rows are
             assigned in order of admission, at least one each.
         kv_tables: the block tables of each sequence; None for one that keeps all tokens.
+        host_slots: KV blocks that host memory holds, as the second tier of the prefix cache.
         prefill_budget: limits prompts in steps that also decode; None for no limit.
 
     Attributes:
@@ -83,6 +85,7 @@ class Scheduler:
         num_refused: requests that `add` refused, by the limit: one of QUEUE_LIMITS.
         num_prompt_tokens: tokens in the prompts admitted so far.
         num_cached_tokens: those of them that came from the prefix cache.
+        host_cache: the blocks in host memory; None without.
         lacks_blocks: whether the last step could not admit the head of the queue, for it needs more
             KV blocks than are free.
     """
@@ -102,6 +105,7 @@ class Scheduler:
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
         kv_tables: KVTables | None = None,
+        host_slots: int = 0,
         prefill_budget: PrefillBudget | None = None,
     ) -> None:
         self.num_preemptions = 0
@@ -110,7 +114,8 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.lacks_blocks = False
         self._pool = BlockPool(num_blocks, block_size)
-        self._tables = BlockTables(self._pool, enable_prefix_caching, kv_tables)
+        self.host_cache = HostCache(host_slots, self._pool) if host_slots else None
+        self._tables = BlockTables(self._pool, enable_prefix_caching, kv_tables, self.host_cache)
         self._max_num_batched_tokens = max_num_batched_tokens
         # Every running sequence may need a token in the same step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -201,10 +206,12 @@ class Scheduler:
             lengths.append(self._prefill_share(sequence, budget))
             budget -= lengths[-1]
         cached: list[Copy] = []  # copies for those that are admitted
+        is_first = not chunks and not prefills  # what is admitted now is all that this step does
+        has_loads = self._tables.num_planned_loads > 0  # of a step without chunks
         # The blocks that a sequence lost in this step are for the one that took them.
         self.lacks_blocks = self.num_preemptions > preempted
         if not self.lacks_blocks:
-            budget = self._admit_waiting(prefills, lengths, budget, cached)
+            budget = self._admit_waiting(prefills, lengths, budget, cached, is_first)
         # Released last, so that no block is both source and target of this step's copies.
         self._pool.release([source for source, _ in cached])
         # One row of logits for each of these; the rest is for prompt logprobs.
@@ -213,7 +220,12 @@ class Scheduler:
         for sequence, length in zip(prefills, lengths, strict=True):
             if length:
                 chunks.append(self._prefill(sequence, length))
-        return Batch(chunks, copies + cached)
+        copies += cached
+        if not chunks or self.host_cache is None:
+            return Batch(chunks, copies)
+        loads, stores = self._tables.take_loads(), self._tables.plan_stores()
+        reads_loads = has_loads or (is_first and self._tables.is_loading(prefills[0]))
+        return Batch(chunks, copies, loads, stores, bool(loads) and reads_loads)
 
     def _decode(self, chunks: list[Chunk], copies: list[Copy]) -> tuple[list[Sequence], int]:
         """Plan the running sequences that decode.
@@ -267,11 +279,15 @@ class Scheduler:
         lengths: list[int],
         budget: int,
         copies: list[Copy],
+        is_first: bool,
     ) -> int:
         """Admit from the head of the queue while there is capacity; returns the remaining budget.
 
-        An admitted request's first chunk is appended to `prefills`, with its budget.
+        An admitted request's first chunk is appended to `prefills`, with its budget. One that loads
+        blocks from host memory has its first chunk in the next step, so that the copies overlap
+        with this one, unless it is the first of an empty step.
         """
+        max_loads = self._max_num_batched_tokens // self._pool.block_size
         while self._waiting and budget and self._num_batch_slots < self.max_num_seqs:
             if self._waiting.has_choice:
                 self._charge_output()
@@ -288,6 +304,10 @@ class Scheduler:
             copies += needed
             first = group.members[0]
             self._run(group, first.num_computed)
+            if self._tables.is_loading(first) and (prefills or not is_first):
+                if self._tables.num_planned_loads > max_loads:
+                    break
+                continue
             prefills.append(first)
             lengths.append(self._prefill_share(first, budget))
             budget -= lengths[-1]
@@ -329,7 +349,7 @@ class Scheduler:
         """
         self._is_charged = False
         committed: list[Committed] = []
-        size = self._pool.block_size
+        size, loading = self._pool.block_size, self._tables.num_loading
         errors, candidates = output.errors, output.candidates
         none: list[list[Candidate]] = []
         for index, chunk in enumerate(batch.chunks):
@@ -364,9 +384,21 @@ class Scheduler:
                 end = chunk.end
                 if scores:
                     committed.append(Committed(sequence, [], [], none, scores))
-            if end % size < length:  # most steps of most sequences fill no block
+            # Most steps of most sequences fill no block.
+            if end % size < length or (loading and self._tables.is_loading(sequence)):
                 self._tables.commit(sequence, end - length, end)
         return committed
+
+    def stored(self, tickets: Iterable[int]) -> None:
+        """The runner has copied the blocks of these tickets to host memory."""
+        self._tables.stored(tickets)
+
+    def abandon(self, batch: Batch) -> None:
+        """The step of a batch failed. What it was to copy from and to host memory is forgotten;
+        running sequences that may depend on it are preempted."""
+        for sequence in self._tables.abandon(batch):
+            if sequence.group.status is Status.RUNNING:
+                self._preempt(sequence.group)
 
     def branch(
         self, former: Iterable[Sequence], continuations: Iterable[tuple[Sequence, int, float]]

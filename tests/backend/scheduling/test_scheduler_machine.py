@@ -76,6 +76,8 @@ def owned_by(one: Sequence) -> list[int]:
     return [block for first, table in places for block in table[first:]]
 
 
+HOST_SLOTS = st.sampled_from([0, 1, 4, 20])
+
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
@@ -104,9 +106,16 @@ class EngineMachine(RuleBasedStateMachine):
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
         spare_rows=st.integers(0, 6),
         tables=TABLES,
+        host_slots=HOST_SLOTS,
+        stores_at_once=st.integers(1, 3),
     )
     def start(
-        self, steps_ahead: int, spare_rows: int, tables: tuple[KVTable, ...], **config: int
+        self,
+        steps_ahead: int,
+        spare_rows: int,
+        tables: tuple[KVTable, ...],
+        stores_at_once: int = 1,
+        **config: int,
     ) -> None:
         self.config = config
         self.kv_tables = KVTables(tables, config["block_size"])
@@ -115,9 +124,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.limits = PoolLimits(config["num_blocks"], self.kv_tables, self.plan.max_num_seqs)
         self.pool = self.plan._pool
         self.fake = PagedRunner(
-            config["num_blocks"], config["block_size"], steps_ahead, kv_tables=self.kv_tables
+            config["num_blocks"],
+            config["block_size"],
+            steps_ahead,
+            kv_tables=self.kv_tables,
+            host_slots=config["host_slots"],
         )
         self.fake.draft = guess
+        self.fake.stores_at_once = stores_at_once
         self.in_flight: deque[tuple[Batch, LateStep, set[int]]] = deque()  # with blocks written
         self.num_added = 0
         self.alive: dict[int, SequenceGroup] = {}
@@ -248,6 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _step(self, victim: SequenceGroup | None = None, what: str = "") -> None:
         before = list(self.plan.running)
         first_waits = bool(before) and waits(before[0])
+        self.plan.stored(self.fake.take_stored())
         batch = self.plan.schedule()
         self._check(batch, before, first_waits)
         if batch.chunks:
@@ -338,7 +353,8 @@ class EngineMachine(RuleBasedStateMachine):
         running = list(self.plan.running)
         if running or self.plan.waiting:
             admitted = running != before
-            assert batch.chunks or self.in_flight or admitted, "work, but no progress"
+            busy = self.in_flight or self.fake.storing
+            assert batch.chunks or busy or admitted, "work, but no progress"
         assert batch.num_tokens <= self.config["max_num_batched_tokens"]
         num_drafts = sum(chunk.num_drafts for chunk in batch.chunks)
         assert num_drafts <= self.config["max_draft_tokens"]
@@ -397,6 +413,9 @@ class EngineMachine(RuleBasedStateMachine):
             for each in one.members:
                 for block in owned_by(each):
                     owners[block] += 1
+        if self.plan.host_cache is not None:
+            for store in self.plan.host_cache._in_flight.values():
+                owners[store.block] += 1
         assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
         tables = self.plan._tables
         assert tables.num_reserved == sum(map(tables.num_reserved_for, self.plan.running))
@@ -421,12 +440,13 @@ class EngineMachine(RuleBasedStateMachine):
             one.width * (one.num_prompt_tokens + 2 * one.members[0].max_tokens)
             for one in self.alive.values()
         ) * (1 + len(self.alive)) * (1 + self.fake.steps_ahead)
+        bound += self.config["num_blocks"] * self.num_added  # stores that it waits for
         for _ in range(bound):
             if not self.alive:
                 break
             self._step()
         assert not self.alive, "some request never ends"
-        while self.in_flight:
+        while self.in_flight or self.fake.storing:
             self._step()
         assert self.plan.num_free_blocks == self.config["num_blocks"]
 
@@ -449,6 +469,7 @@ class SearchMachine(EngineMachine):
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
         spare_rows=st.integers(0, 6),
         tables=TABLES,
+        host_slots=HOST_SLOTS,
         prompts=st.lists(PROMPTS, min_size=2, max_size=4),
     )
     def start(
@@ -475,6 +496,7 @@ class CacheMachine(EngineMachine):
         num_blocks=st.integers(20, 50),
         max_num_seqs=st.integers(1, 3),
         max_num_batched_tokens=st.integers(8, 40),
+        host_slots=st.sampled_from([0, 10, 60]),
         steps_ahead=st.sampled_from([0, 1]),
         tables=st.sampled_from(
             [
@@ -499,3 +521,71 @@ class CacheMachine(EngineMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestRandomPrefixes = CacheMachine.TestCase
+
+
+class TierMachine(EngineMachine):
+    """Prompts that begin like earlier ones, which the pool has lost and host memory has kept."""
+
+    @initialize(
+        num_blocks=st.integers(10, 16),
+        max_num_seqs=st.integers(1, 4),
+        max_num_batched_tokens=st.integers(4, 40),
+        steps_ahead=st.sampled_from([0, 1, 1, 2]),
+        host_slots=st.sampled_from([6, 30, 90]),
+        stores_at_once=st.integers(1, 4),
+        tables=st.sampled_from(
+            [
+                (KVTable(),),
+                (KVTable(),),
+                (KVTable(kernel_blocks=2), KVTable((), 3, 1, 2)),
+                (KVTable((), 5, 1, 2),),
+            ]
+        ),
+        chats=st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=2, max_size=4),
+    )
+    def start(
+        self,
+        steps_ahead: int,
+        tables: tuple[KVTable, ...],
+        stores_at_once: int,
+        chats: list[list[int]],
+        **config: int,
+    ) -> None:
+        more = {"block_size": 1, "max_prefill_chunk": None, "max_draft_tokens": 2}
+        super().start(
+            steps_ahead, 4, tables, stores_at_once, enable_prefix_caching=True, **more, **config
+        )
+        self.chats = chats
+
+    @rule(which=st.integers(0, 3), end=st.lists(st.integers(0, 1), max_size=2))
+    def add_a_turn(self, which: int, end: list[int]) -> None:
+        self.add([*self.chats[which % len(self.chats)], *end], 2, "")
+        self.take_turns()
+
+    @rule(which=st.integers(0, 3), beam_width=st.integers(2, 3))
+    def add_a_search_of_a_chat(self, which: int, beam_width: int) -> None:
+        prompt_ids = self.chats[which % len(self.chats)]
+        self.add_a_search(prompt_ids, 2, beam_width, False, early_stopping=False)
+        self.take_turns()
+
+    @rule()
+    def take_turns(self) -> None:
+        """Enough steps for most requests to end, and for their blocks to be stored."""
+        for _ in range(8):
+            self._step()
+
+    @precondition(lambda self: not self.in_flight)
+    @rule()
+    def fail_a_launch(self) -> None:
+        """As the engine does: the requests of the batch fail, then the rest is forgotten."""
+        self.plan.stored(self.fake.take_stored())
+        batch = self.plan.schedule()
+        for chunk in batch.chunks:
+            group = chunk.sequence.group
+            if self.alive.pop(group.request_id, None) is not None:
+                self.plan.finish(group)
+        self.plan.abandon(batch)
+
+
+TierMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRandomTiers = TierMachine.TestCase

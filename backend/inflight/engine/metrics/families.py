@@ -202,6 +202,23 @@ FAMILIES: tuple[Family, ...] = (
         aliases=(_kv_block_type("tokens_per"),),
     ),
     Family(
+        "kv_host_max_blocks",
+        "gauge",
+        "KV blocks that host memory holds (`kv_host_memory_bytes`).",
+    ),
+    Family("kv_host_blocks", "gauge", "KV blocks in host memory."),
+    Family("kv_host_blocks_stored", "counter", "KV blocks copied to host memory."),
+    Family(
+        "kv_host_blocks_loaded",
+        "counter",
+        "KV blocks copied from host memory instead of being computed again.",
+    ),
+    Family(
+        "kv_host_blocks_evicted",
+        "counter",
+        "KV blocks in host memory that others have replaced.",
+    ),
+    Family(
         "cache_config_info",
         "gauge",
         "1; the labels describe the KV cache.",

@@ -213,6 +213,9 @@ class Recorder:
             "generation_tokens": [stats.num_output_tokens],
             "prefix_cache_queries": [stats.num_prompt_tokens * self._enable_prefix_caching],
             "prefix_cache_hits": [stats.num_cached_tokens],
+            "kv_host_blocks_stored": [stats.num_host_blocks_stored],
+            "kv_host_blocks_loaded": [stats.num_host_blocks_loaded],
+            "kv_host_blocks_evicted": [stats.num_host_blocks_evicted],
             "request_success": [self._num_finished[reason] for reason in FINISHED_REASONS],
             "request_errors": [self._num_failed[kind] for kind in ERROR_KINDS],
             "requests_refused": [
@@ -253,6 +256,8 @@ class Recorder:
             "max_num_seqs": [self._max_num_seqs],
             "kv_cache_usage_perc": [usage],
             "kv_cache_blocks": [stats.num_free_blocks, used],
+            "kv_host_max_blocks": [stats.max_host_blocks],
+            "kv_host_blocks": [stats.num_host_blocks],
             "kv_cache_max_blocks": [stats.num_blocks],
             "kv_cache_block_size": [self._block_size],
             "saturation": [max(usage, waiting / self._max_num_seqs)],

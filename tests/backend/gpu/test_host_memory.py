@@ -1,0 +1,110 @@
+"""On a GPU, KV blocks that come back from host memory give the tokens of those that never left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import windowed
+from inflight.checkpoint.locate import Checkpoint
+from inflight.core.batch import Batch, Load, Store
+from inflight.engine.engine import Engine, generate
+from inflight.kv.host_blocks import block_parts
+from inflight.kv.host_transfers import HostTransfers
+from returning_chats import NUM_CHATS, NUM_TURNS, chat, turn
+
+pytestmark = pytest.mark.gpu
+
+HOST_BYTES = 256 << 20
+# So that a text does not depend on the steps' other sequences, whose number differs.
+SETTINGS: dict[str, Any] = {"batch_invariant": True, "enable_prefix_caching": True}
+
+
+def make_engine(checkpoint: Checkpoint, **changes: Any) -> Engine:
+    return windowed.make_engine(checkpoint, "gpu", **SETTINGS | changes)
+
+
+def model(folder: Path, name: str) -> Checkpoint:
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    return windowed.write_model(folder, name, **shape)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("name", list(windowed.MODELS))
+def test_later_turns_are_those_of_an_engine_that_keeps_all(
+    tmp_path: Path, name: str, kv_dtype: str
+) -> None:
+    checkpoint = model(tmp_path, name)
+    settings = {"kv_cache_dtype": kv_dtype, "num_blocks": 120}
+    # With blocks for all: what a step of decoding computed is not compared with a prompt's.
+    plain = make_engine(checkpoint, **settings | {"num_blocks": 600})
+    expected = chat(plain, poisons=False, prompt_tokens=70)
+    engine = make_engine(checkpoint, kv_host_memory_bytes=HOST_BYTES, **settings)
+    assert chat(engine, poisons=True, prompt_tokens=70) == expected
+    host = engine.scheduler.host_cache
+    assert host is not None
+    assert host.num_loaded >= NUM_CHATS * (NUM_TURNS - 1)
+    assert engine.stats().num_cached_tokens >= NUM_CHATS * (NUM_TURNS - 1) * 64
+
+
+@pytest.mark.parametrize("name", ["5 of 6 layers", "all layers"])
+def test_preempted_requests_give_the_same_tokens(tmp_path: Path, name: str) -> None:
+    checkpoint = model(tmp_path, name)
+    requests = turn(1, [[i] * 40 for i in range(3, 9)], max_tokens=100)
+    expected = generate(make_engine(checkpoint, num_blocks=200, max_num_seqs=1), requests)
+    engine = make_engine(checkpoint, num_blocks=24, kv_host_memory_bytes=HOST_BYTES)
+    assert generate(engine, requests) == expected
+    assert engine.stats().num_preemptions > 0
+    host = engine.scheduler.host_cache
+    assert host is not None
+    assert host.num_stored > 10
+
+
+def _filled(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), device="cuda").view(shape).float()
+
+
+def test_copies_are_in_order_with_steps_and_with_one_another() -> None:
+    """A step that writes to a block after its store, and one that reads a block it loads."""
+    caches = [_filled(3, 2, 8, 4, 2, 16), _filled(2, 8, 4, 1, 24)]
+    before = [cache.clone() for cache in caches]
+    parts = block_parts(caches)
+    transfers = HostTransfers(parts, 4 * parts[-1].end)
+    assert transfers.blocks.num_slots == 4
+    with torch.cuda.stream(torch.cuda.Stream()):
+        transfers.launch(Batch([], stores=[Store(7, 5, 2), Store(8, 1, 0)]))
+        while (tickets := transfers.take_stored()) != [7, 8]:
+            assert tickets == []
+        for cache in caches:
+            cache.fill_(-1.0)
+        transfers.launch(Batch([], loads=[Load(2, 3)], reads_loads=True))
+        read = [cache[..., 3, :, :, :].clone() for cache in caches]
+        transfers.launch(Batch([], loads=[Load(0, 6)]))
+        transfers.launch(Batch([]))
+        later = [cache[..., 6, :, :, :].clone() for cache in caches]
+    torch.cuda.synchronize()
+    for values, cache in zip(read, before, strict=True):
+        torch.testing.assert_close(values, cache[..., 5, :, :, :], rtol=0, atol=0)
+    for values, cache in zip(later, before, strict=True):
+        torch.testing.assert_close(values, cache[..., 1, :, :, :], rtol=0, atol=0)
+    untouched = [cache[..., [0, 1, 2, 4, 5, 7], :, :, :] for cache in caches]
+    assert all(bool((values == -1.0).all()) for values in untouched)
+
+
+def test_a_slot_is_overwritten_after_it_was_read() -> None:
+    caches = [_filled(64, 2, 8, 16, 8, 128)]
+    parts = block_parts(caches)
+    transfers = HostTransfers(parts, parts[-1].end)
+    original = caches[0][..., 5, :, :, :].clone()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        transfers.launch(Batch([], stores=[Store(0, 5, 0)]))
+        for turn_ in range(20):
+            # The slot's block goes to 2, and the slot takes another: twenty times in a row.
+            loads, stores = [Load(0, 2)], [Store(turn_ + 1, 6, 0)]
+            transfers.launch(Batch([], loads=loads, stores=stores, reads_loads=True))
+            expected = original if turn_ == 0 else caches[0][..., 6, :, :, :]
+            assert torch.equal(caches[0][..., 2, :, :, :], expected)

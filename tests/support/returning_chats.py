@@ -1,0 +1,81 @@
+"""Chats that come back when the pool has lost their KV blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inflight.core.request import Request
+from inflight.engine.engine import Engine, generate
+from inflight.sampling.params import SamplingParams
+
+NUM_CHATS, NUM_TURNS = 6, 3
+
+
+def turn(
+    number: int, chats: list[list[int]], prompt_tokens: int = 30, **params: Any
+) -> list[Request]:
+    """The next turn of each chat: what was said so far, and something new.
+
+    Args:
+        number: of the turn, from 0 on.
+        chats: the tokens of each chat so far, which those of its user are added to.
+        prompt_tokens: of the first turn.
+        params: of sampling.
+    """
+    greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 9} | params
+    width = int(greedy.get("beam_width", 1))
+    requests = []
+    for index, chat in enumerate(chats):
+        chat += [
+            (31 * index + 7 * j + 5 * number) % 150 + 3
+            for j in range(6 if number else prompt_tokens)
+        ]
+        first_id = (number * NUM_CHATS + index) * width
+        requests.append(
+            Request(
+                first_id,
+                list(chat),
+                SamplingParams(**greedy),
+                output_ids=tuple(range(first_id, first_id + width)),
+            )
+        )
+    return requests
+
+
+@torch.inference_mode()
+def poison_pool(engine: Engine) -> None:
+    """NaN in all blocks, and nothing of them in the prefix cache: only host memory is left."""
+    runner: Any = engine.runner
+    scheduler = engine.scheduler
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    scheduler.stored(runner.take_stored())
+    pool = scheduler._pool
+    blocks = [pool.allocate() for _ in range(pool.num_free)]
+    assert len(blocks) == pool.num_blocks
+    pool.release(blocks)
+    caches = (
+        [data for cache in runner._caches for data in cache.data]
+        if hasattr(runner, "_caches")
+        else runner._steps.caches
+    )
+    for data in caches:
+        data.fill_(torch.nan if data.is_floating_point() else 255)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def chat(engine: Engine, poisons: bool, **params: Any) -> list[dict[int, list[int]]]:
+    """The outputs of all turns of all chats."""
+    chats: list[list[int]] = [[] for _ in range(NUM_CHATS)]
+    outputs = []
+    for number in range(NUM_TURNS):
+        requests = turn(number, chats, **params)
+        outputs.append(generate(engine, requests))
+        for request, said in zip(requests, chats, strict=True):
+            said += outputs[-1][request.request_id]
+        if poisons:
+            poison_pool(engine)
+    return outputs
