@@ -57,5 +57,5 @@ class TokenCounts:
             num_accepted_tokens=self.num_accepted,
             num_waiting_by_class=list(scheduler.waiting.num_requests.values()),
             num_waiting_tokens_by_class=list(scheduler.waiting.num_tokens.values()),
-            num_refused_by_limit=list(scheduler.num_refused.values()),
+            num_refused_by_limit=list(scheduler.waiting.num_refused.values()),
         )

@@ -37,20 +37,18 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from inflight.core.batch import Batch, Chunk, Committed, StepOutput
-from inflight.core.request import Candidate, PriorityClass
+from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence, SequenceGroup, Status
-from inflight.errors import CapacityError, EngineError
+from inflight.errors import EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.layout import KVTables
 from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.waiting_queue import QueueKey, WaitingQueue, key_of
-
-QUEUE_LIMITS = ("max_waiting", "max_waiting_tokens")
 
 
 class Scheduler:
@@ -66,9 +64,7 @@ class Scheduler:
         max_num_seqs: maximum running sequences.
         max_num_batched_tokens: maximum tokens in a step; also limits the running sequences.
         max_prefill_chunk: maximum tokens of one prompt in a step; None for the whole budget.
-        max_waiting: maximum queued requests.
-        max_waiting_tokens: maximum prompt tokens of queued requests; None for no limit.
-        class_weights: shares of the priority classes; None for equal ones.
+        waiting: the queue, empty; None for one with default limits.
         enable_prefix_caching: reuse blocks of equal prefixes.
         max_draft_tokens: maximum draft tokens in a step, assigned in order of admission.
         max_rows: maximum rows of logits in a step; None for no limit. A prompt with requested
@@ -80,7 +76,6 @@ class Scheduler:
     Attributes:
         max_num_seqs: maximum running sequences.
         num_preemptions: how often a running sequence was preempted.
-        num_refused: requests that `add` refused, by the limit: one of QUEUE_LIMITS.
         num_prompt_tokens: tokens in the prompts admitted so far.
         num_cached_tokens: those of them that came from the prefix cache.
         lacks_blocks: whether the last step could not admit the head of the queue, for it needs more
@@ -95,9 +90,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
-        max_waiting: int = 1024,
-        max_waiting_tokens: int | None = None,
-        class_weights: Mapping[PriorityClass, int] | None = None,
+        waiting: WaitingQueue | None = None,
         enable_prefix_caching: bool = True,
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
@@ -105,7 +98,6 @@ class Scheduler:
         prefill_budget: PrefillBudget | None = None,
     ) -> None:
         self.num_preemptions = 0
-        self.num_refused = dict.fromkeys(QUEUE_LIMITS, 0)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.lacks_blocks = False
@@ -116,11 +108,9 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._prefill_budget = prefill_budget
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
-        self._max_waiting = max_waiting
-        self._max_waiting_tokens = max_waiting_tokens
         self._max_draft_tokens = max_draft_tokens
         self._max_rows = sys.maxsize if max_rows is None else max_rows
-        self._waiting = WaitingQueue(class_weights)
+        self._waiting = WaitingQueue() if waiting is None else waiting
         self._running: OrderedDict[int, SequenceGroup] = OrderedDict()  # in order of admission
         self._suspended: dict[int, SequenceGroup] = {}
         self._num_batch_slots = 0  # of the running sequences
@@ -152,33 +142,14 @@ class Scheduler:
     def add(self, group: SequenceGroup, retry_after_s: int = 1) -> None:
         """Queue a new request, which must fit into the whole pool.
 
-        Only prompts count as waiting tokens: they are known, they are what a later request waits
-        for before its own first token, and they take memory. The output that a request allows is
-        mostly a default, or whatever the context leaves.
-
         Args:
             group: the request's.
             retry_after_s: what a refusal tells the client.
 
         Raises:
-            CapacityError: too many requests or tokens are waiting. A prompt that exceeds the limit
-                by itself is accepted if nothing waits: later would be no better.
+            CapacityError: too many requests or tokens are waiting (see `WaitingQueue.check`).
         """
-        num_waiting = len(self._waiting)
-        num_tokens = sum(self._waiting.num_tokens.values())
-        limit = self._max_waiting_tokens
-        if num_waiting >= self._max_waiting:
-            self.num_refused["max_waiting"] += 1
-            raise CapacityError(
-                f"{num_waiting} requests are waiting (max_waiting is {self._max_waiting}); "
-                f"retry in {retry_after_s} s"
-            )
-        if limit is not None and num_waiting and num_tokens + group.num_prompt_tokens > limit:
-            self.num_refused["max_waiting_tokens"] += 1
-            raise CapacityError(
-                f"{num_tokens} prompt tokens are waiting (max_waiting_tokens is {limit}) and this "
-                f"prompt has {group.num_prompt_tokens}; retry in {retry_after_s} s"
-            )
+        self._waiting.check(group, retry_after_s)
         group.status = Status.WAITING
         self._charge_before(group)
         self._waiting.push(group)
