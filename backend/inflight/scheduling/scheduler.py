@@ -48,7 +48,8 @@ from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.layout import KVTables
 from inflight.scheduling.prefill_budget import PrefillBudget
-from inflight.scheduling.waiting_queue import QueueKey, WaitingQueue, key_of
+from inflight.scheduling.token_charges import TokenCharges
+from inflight.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -115,9 +116,7 @@ class Scheduler:
         self._suspended: dict[int, SequenceGroup] = {}
         self._num_batch_slots = 0  # of the running sequences
         self._fork_ids = itertools.count(-2, -1)  # negative: no request has such an id
-        # Of known requests that have run: the output tokens that were charged so far.
-        self._charged: dict[int, int] = {}
-        self._is_charged = True  # all output since the last commit
+        self._charges = TokenCharges(self._waiting, self._running)
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -151,7 +150,7 @@ class Scheduler:
         """
         self._waiting.check(group, retry_after_s)
         group.status = Status.WAITING
-        self._charge_before(group)
+        self._charges.charge_before(group)
         self._waiting.push(group)
 
     def schedule(self) -> Batch:
@@ -245,7 +244,7 @@ class Scheduler:
         """
         while self._waiting and budget and self._num_batch_slots < self.max_num_seqs:
             if self._waiting.has_choice:
-                self._charge_output()
+                self._charges.charge_output()
             group = self._waiting.head
             if self._num_batch_slots + group.width > self.max_num_seqs:
                 break
@@ -298,7 +297,7 @@ class Scheduler:
         Raises:
             EngineError: the runner returned no token for a sequence, or more than requested.
         """
-        self._is_charged = False
+        self._charges.is_complete = False
         committed: list[Committed] = []
         size = self._pool.block_size
         errors, candidates = output.errors, output.candidates
@@ -373,7 +372,7 @@ class Scheduler:
         """End a group of any status and free its blocks. A second time does nothing."""
         if group.status is not Status.FINISHED:
             self._remove(group)
-            self._charged.pop(group.request_id, None)
+            self._charges.forget(group)
             group.status = Status.FINISHED
 
     def suspend(self, group: SequenceGroup) -> None:
@@ -500,38 +499,11 @@ class Scheduler:
         self._running[group.request_id] = group
         group.status = Status.RUNNING
         self._num_batch_slots += group.width
-        if group.request_id not in self._charged:
-            self._charged[group.request_id] = 0
+        if group not in self._charges:
             group.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
             self.num_prompt_tokens += group.num_prompt_tokens
-            self._waiting.charge(key_of(group), group.num_prompt_tokens - num_cached)
-
-    def _charge_before(self, group: SequenceGroup) -> None:
-        """Charge for the output of running groups, if it matters to one that is about to wait."""
-        if self._waiting.starts(group):
-            self._charge_output()
-
-    def _charge_output(self) -> None:
-        """Charge for the output of all running groups since the last time.
-
-        Done where the queue depends on it, at arrivals and admissions: a pass over the running
-        groups is nothing for every step.
-        """
-        if self._is_charged:
-            return
-        self._is_charged = True
-        tokens: dict[QueueKey, int] = {}
-        charged = self._charged
-        for request_id, group in self._running.items():
-            num_tokens = _num_output_tokens(group)
-            before = charged[request_id]
-            if num_tokens > before:
-                charged[request_id] = num_tokens
-                key = key_of(group)
-                tokens[key] = tokens.get(key, 0) + num_tokens - before
-        for key, count in tokens.items():
-            self._waiting.charge(key, count)
+            self._charges.begin(group)
 
     def _remove(self, group: SequenceGroup) -> None:
         """Remove a group from queue or batch and release its blocks, the only way to do so.
@@ -541,15 +513,13 @@ class Scheduler:
         if self._running.pop(group.request_id, None) is not None:
             self._tables.free(group)
             self._num_batch_slots -= group.width
-            num_tokens = _num_output_tokens(group)
-            self._waiting.charge(key_of(group), num_tokens - self._charged[group.request_id])
-            self._charged[group.request_id] = num_tokens
+            self._charges.charge_rest(group)
         self._waiting.remove(group)
         self._suspended.pop(group.request_id, None)
 
     def _requeue(self, group: SequenceGroup) -> None:
         group.status = Status.WAITING
-        self._charge_before(group)
+        self._charges.charge_before(group)
         self._waiting.push_front(group)
 
 
@@ -582,12 +552,6 @@ def _num_before_scores(sequence: Sequence) -> int | None:
     if sequence.num_scored >= sequence.num_prompt_tokens:
         return None
     return max(0, sequence.num_scored - 1 - sequence.num_computed)
-
-
-def _num_output_tokens(group: SequenceGroup) -> int:
-    """Committed output tokens that were computed: for a search, whose output is known only at its
-    end, of all beams."""
-    return group.num_output_tokens or group.num_steps * group.width
 
 
 def _num_to_prefill(sequence: Sequence) -> int:
