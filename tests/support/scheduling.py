@@ -10,6 +10,7 @@ from inflight.engine.beam_search import BeamGroup
 from inflight.engine.output import OutputStage
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.waiting_queue import WaitingQueue
 
 
 def sequence(
@@ -19,14 +20,14 @@ def sequence(
     return Sequence(Request(request_id, prompt_ids, params, **fields), max_tokens)  # type: ignore[arg-type]
 
 
-def scheduler(**changes: int | bool) -> Scheduler:
+def scheduler(waiting: WaitingQueue | None = None, **changes: int | bool) -> Scheduler:
     settings: dict[str, int | bool] = {
         "num_blocks": 16,
         "block_size": 4,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
     }
-    return Scheduler(**(settings | changes))  # type: ignore[arg-type]
+    return Scheduler(waiting=waiting, **(settings | changes))  # type: ignore[arg-type]
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

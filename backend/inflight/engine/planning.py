@@ -8,6 +8,7 @@ from inflight.execution.runner import Runner
 from inflight.scheduling.draft_budget import DraftBudget
 from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.waiting_queue import WaitingQueue
 
 
 def make_prefill_budget(config: EngineConfig) -> PrefillBudget | None:
@@ -19,19 +20,18 @@ def make_prefill_budget(config: EngineConfig) -> PrefillBudget | None:
 def make_scheduler(
     config: EngineConfig, runner: Runner, prefill_budget: PrefillBudget | None = None
 ) -> Scheduler:
-    """The scheduler of the runner's KV blocks."""
+    """The scheduler of the runner's KV blocks, and its queue."""
+    weights = {
+        PriorityClass.INTERACTIVE: config.interactive_weight,
+        PriorityClass.BATCH: config.batch_weight,
+    }
     return Scheduler(
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_chunk=config.max_prefill_chunk,
-        max_waiting=config.max_waiting,
-        max_waiting_tokens=config.max_waiting_tokens,
-        class_weights={
-            PriorityClass.INTERACTIVE: config.interactive_weight,
-            PriorityClass.BATCH: config.batch_weight,
-        },
+        waiting=WaitingQueue(weights, config.max_waiting, config.max_waiting_tokens),
         enable_prefix_caching=config.enable_prefix_caching,
         max_draft_tokens=config.max_draft_tokens,
         max_rows=runner.max_rows,

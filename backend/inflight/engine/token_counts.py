@@ -58,7 +58,7 @@ class TokenCounts:
             num_accepted_tokens=self.num_accepted,
             num_waiting_by_class=list(scheduler.waiting.num_requests.values()),
             num_waiting_tokens_by_class=list(scheduler.waiting.num_tokens.values()),
-            num_refused_by_limit=list(scheduler.num_refused.values()),
+            num_refused_by_limit=list(scheduler.waiting.num_refused.values()),
             num_host_blocks=len(host) if host else 0,
             max_host_blocks=host.num_slots if host else 0,
             num_host_blocks_stored=host.num_stored if host else 0,

@@ -37,21 +37,20 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from inflight.core.batch import Batch, Chunk, Committed, StepOutput
-from inflight.core.request import Candidate, PriorityClass
+from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence, SequenceGroup, Status
-from inflight.errors import CapacityError, EngineError
+from inflight.errors import EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.host_cache import HostCache
 from inflight.kv.layout import KVTables
 from inflight.scheduling.prefill_budget import PrefillBudget
-from inflight.scheduling.waiting_queue import QueueKey, WaitingQueue, key_of
-
-QUEUE_LIMITS = ("max_waiting", "max_waiting_tokens")
+from inflight.scheduling.token_charges import TokenCharges
+from inflight.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -67,9 +66,7 @@ class Scheduler:
         max_num_seqs: maximum running sequences.
         max_num_batched_tokens: maximum tokens in a step; also limits the running sequences.
         max_prefill_chunk: maximum tokens of one prompt in a step; None for the whole budget.
-        max_waiting: maximum queued requests.
-        max_waiting_tokens: maximum prompt tokens of queued requests; None for no limit.
-        class_weights: shares of the priority classes; None for equal ones.
+        waiting: the queue, empty; None for one with default limits.
         enable_prefix_caching: reuse blocks of equal prefixes.
         max_draft_tokens: maximum draft tokens in a step, assigned in order of admission.
         max_rows: maximum rows of logits in a step; None for no limit. A prompt with requested
@@ -82,7 +79,6 @@ class Scheduler:
     Attributes:
         max_num_seqs: maximum running sequences.
         num_preemptions: how often a running sequence was preempted.
-        num_refused: requests that `add` refused, by the limit: one of QUEUE_LIMITS.
         num_prompt_tokens: tokens in the prompts admitted so far.
         num_cached_tokens: those of them that came from the prefix cache.
         host_cache: the blocks in host memory; None without.
@@ -98,9 +94,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
-        max_waiting: int = 1024,
-        max_waiting_tokens: int | None = None,
-        class_weights: Mapping[PriorityClass, int] | None = None,
+        waiting: WaitingQueue | None = None,
         enable_prefix_caching: bool = True,
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
@@ -109,7 +103,6 @@ class Scheduler:
         prefill_budget: PrefillBudget | None = None,
     ) -> None:
         self.num_preemptions = 0
-        self.num_refused = dict.fromkeys(QUEUE_LIMITS, 0)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.lacks_blocks = False
@@ -121,18 +114,14 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._prefill_budget = prefill_budget
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
-        self._max_waiting = max_waiting
-        self._max_waiting_tokens = max_waiting_tokens
         self._max_draft_tokens = max_draft_tokens
         self._max_rows = sys.maxsize if max_rows is None else max_rows
-        self._waiting = WaitingQueue(class_weights)
+        self._waiting = WaitingQueue() if waiting is None else waiting
         self._running: OrderedDict[int, SequenceGroup] = OrderedDict()  # in order of admission
         self._suspended: dict[int, SequenceGroup] = {}
         self._num_batch_slots = 0  # of the running sequences
         self._fork_ids = itertools.count(-2, -1)  # negative: no request has such an id
-        # Of known requests that have run: the output tokens that were charged so far.
-        self._charged: dict[int, int] = {}
-        self._is_charged = True  # all output since the last commit
+        self._charges = TokenCharges(self._waiting, self._running)
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -157,35 +146,16 @@ class Scheduler:
     def add(self, group: SequenceGroup, retry_after_s: int = 1) -> None:
         """Queue a new request, which must fit into the whole pool.
 
-        Only prompts count as waiting tokens: they are known, they are what a later request waits
-        for before its own first token, and they take memory. The output that a request allows is
-        mostly a default, or whatever the context leaves.
-
         Args:
             group: the request's.
             retry_after_s: what a refusal tells the client.
 
         Raises:
-            CapacityError: too many requests or tokens are waiting. A prompt that exceeds the limit
-                by itself is accepted if nothing waits: later would be no better.
+            CapacityError: too many requests or tokens are waiting (see `WaitingQueue.check`).
         """
-        num_waiting = len(self._waiting)
-        num_tokens = sum(self._waiting.num_tokens.values())
-        limit = self._max_waiting_tokens
-        if num_waiting >= self._max_waiting:
-            self.num_refused["max_waiting"] += 1
-            raise CapacityError(
-                f"{num_waiting} requests are waiting (max_waiting is {self._max_waiting}); "
-                f"retry in {retry_after_s} s"
-            )
-        if limit is not None and num_waiting and num_tokens + group.num_prompt_tokens > limit:
-            self.num_refused["max_waiting_tokens"] += 1
-            raise CapacityError(
-                f"{num_tokens} prompt tokens are waiting (max_waiting_tokens is {limit}) and this "
-                f"prompt has {group.num_prompt_tokens}; retry in {retry_after_s} s"
-            )
+        self._waiting.check(group, retry_after_s)
         group.status = Status.WAITING
-        self._charge_before(group)
+        self._charges.charge_before(group)
         self._waiting.push(group)
 
     def schedule(self) -> Batch:
@@ -290,7 +260,7 @@ class Scheduler:
         max_loads = self._max_num_batched_tokens // self._pool.block_size
         while self._waiting and budget and self._num_batch_slots < self.max_num_seqs:
             if self._waiting.has_choice:
-                self._charge_output()
+                self._charges.charge_output()
             group = self._waiting.head
             if self._num_batch_slots + group.width > self.max_num_seqs:
                 break
@@ -347,7 +317,7 @@ class Scheduler:
         Raises:
             EngineError: the runner returned no token for a sequence, or more than requested.
         """
-        self._is_charged = False
+        self._charges.is_complete = False
         committed: list[Committed] = []
         size, loading = self._pool.block_size, self._tables.num_loading
         errors, candidates = output.errors, output.candidates
@@ -434,7 +404,7 @@ class Scheduler:
         """End a group of any status and free its blocks. A second time does nothing."""
         if group.status is not Status.FINISHED:
             self._remove(group)
-            self._charged.pop(group.request_id, None)
+            self._charges.forget(group)
             group.status = Status.FINISHED
 
     def suspend(self, group: SequenceGroup) -> None:
@@ -561,38 +531,11 @@ class Scheduler:
         self._running[group.request_id] = group
         group.status = Status.RUNNING
         self._num_batch_slots += group.width
-        if group.request_id not in self._charged:
-            self._charged[group.request_id] = 0
+        if group not in self._charges:
             group.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
             self.num_prompt_tokens += group.num_prompt_tokens
-            self._waiting.charge(key_of(group), group.num_prompt_tokens - num_cached)
-
-    def _charge_before(self, group: SequenceGroup) -> None:
-        """Charge for the output of running groups, if it matters to one that is about to wait."""
-        if self._waiting.starts(group):
-            self._charge_output()
-
-    def _charge_output(self) -> None:
-        """Charge for the output of all running groups since the last time.
-
-        Done where the queue depends on it, at arrivals and admissions: a pass over the running
-        groups is nothing for every step.
-        """
-        if self._is_charged:
-            return
-        self._is_charged = True
-        tokens: dict[QueueKey, int] = {}
-        charged = self._charged
-        for request_id, group in self._running.items():
-            num_tokens = _num_output_tokens(group)
-            before = charged[request_id]
-            if num_tokens > before:
-                charged[request_id] = num_tokens
-                key = key_of(group)
-                tokens[key] = tokens.get(key, 0) + num_tokens - before
-        for key, count in tokens.items():
-            self._waiting.charge(key, count)
+            self._charges.begin(group)
 
     def _remove(self, group: SequenceGroup) -> None:
         """Remove a group from queue or batch and release its blocks, the only way to do so.
@@ -602,15 +545,13 @@ class Scheduler:
         if self._running.pop(group.request_id, None) is not None:
             self._tables.free(group)
             self._num_batch_slots -= group.width
-            num_tokens = _num_output_tokens(group)
-            self._waiting.charge(key_of(group), num_tokens - self._charged[group.request_id])
-            self._charged[group.request_id] = num_tokens
+            self._charges.charge_rest(group)
         self._waiting.remove(group)
         self._suspended.pop(group.request_id, None)
 
     def _requeue(self, group: SequenceGroup) -> None:
         group.status = Status.WAITING
-        self._charge_before(group)
+        self._charges.charge_before(group)
         self._waiting.push_front(group)
 
 
@@ -643,12 +584,6 @@ def _num_before_scores(sequence: Sequence) -> int | None:
     if sequence.num_scored >= sequence.num_prompt_tokens:
         return None
     return max(0, sequence.num_scored - 1 - sequence.num_computed)
-
-
-def _num_output_tokens(group: SequenceGroup) -> int:
-    """Committed output tokens that were computed: for a search, whose output is known only at its
-    end, of all beams."""
-    return group.num_output_tokens or group.num_steps * group.width
 
 
 def _num_to_prefill(sequence: Sequence) -> int:

@@ -8,6 +8,10 @@ does not use goes to the others.
 Served tokens are those that are computed for a request by its own doing: the tokens of its prompt
 that are not in the prefix cache, and its output. What a preemption makes the engine compute again
 is not charged.
+
+New requests are refused beyond its limits. Only prompts count as waiting tokens: they are known,
+they are what a later request waits for before its own first token, and they take memory. The output
+that a request allows is mostly a default, or whatever the context leaves.
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ from collections.abc import Collection, Iterator, Mapping
 
 from inflight.core.request import PriorityClass
 from inflight.core.sequence import SequenceGroup
+from inflight.errors import CapacityError
 from inflight.scheduling.virtual_counters import VirtualCounters
 
 QueueKey = tuple[PriorityClass, str]
 """A tenant in a class."""
+
+QUEUE_LIMITS = ("max_waiting", "max_waiting_tokens")
 
 
 def key_of(group: SequenceGroup) -> QueueKey:
@@ -36,13 +43,24 @@ class WaitingQueue(Collection[SequenceGroup]):
 
     Args:
         weights: shares of the priority classes; equal ones by default.
+        max_waiting: maximum groups, preempted ones included, for a new one to be accepted.
+        max_waiting_tokens: the same for their prompt tokens; None for no limit.
 
     Attributes:
         num_requests: groups, by priority class.
         num_tokens: prompt tokens of these groups, by priority class.
+        num_refused: requests that `check` refused, by the limit: one of QUEUE_LIMITS.
     """
 
-    def __init__(self, weights: Mapping[PriorityClass, int] | None = None) -> None:
+    def __init__(
+        self,
+        weights: Mapping[PriorityClass, int] | None = None,
+        max_waiting: int = 1024,
+        max_waiting_tokens: int | None = None,
+    ) -> None:
+        self.num_refused = dict.fromkeys(QUEUE_LIMITS, 0)
+        self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
         self.num_requests = dict.fromkeys(PriorityClass, 0)
         self.num_tokens = dict.fromkeys(PriorityClass, 0)
         self._size = 0
@@ -85,6 +103,33 @@ class WaitingQueue(Collection[SequenceGroup]):
         what they were charged. There may be no others."""
         key = key_of(group)
         return key not in self._queues and (self._has_others or key != self._first_key)
+
+    def check(self, group: SequenceGroup, retry_after_s: int) -> None:
+        """Check the limits for a new request.
+
+        Args:
+            group: the request's.
+            retry_after_s: what a refusal tells the client.
+
+        Raises:
+            CapacityError: too many requests or tokens are waiting. A prompt that exceeds the limit
+                by itself is accepted if nothing waits: later would be no better.
+        """
+        num_waiting = len(self)
+        num_tokens = sum(self.num_tokens.values())
+        limit = self._max_waiting_tokens
+        if num_waiting >= self._max_waiting:
+            self.num_refused["max_waiting"] += 1
+            raise CapacityError(
+                f"{num_waiting} requests are waiting (max_waiting is {self._max_waiting}); "
+                f"retry in {retry_after_s} s"
+            )
+        if limit is not None and num_waiting and num_tokens + group.num_prompt_tokens > limit:
+            self.num_refused["max_waiting_tokens"] += 1
+            raise CapacityError(
+                f"{num_tokens} prompt tokens are waiting (max_waiting_tokens is {limit}) and this "
+                f"prompt has {group.num_prompt_tokens}; retry in {retry_after_s} s"
+            )
 
     def push(self, group: SequenceGroup) -> None:
         """Append a group to its tenant's queue."""

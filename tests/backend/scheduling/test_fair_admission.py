@@ -11,7 +11,7 @@ from inflight.core.request import PriorityClass
 from inflight.core.sequence import Sequence
 from inflight.errors import CapacityError
 from inflight.scheduling.scheduler import Scheduler
-from inflight.scheduling.waiting_queue import QueueKey
+from inflight.scheduling.waiting_queue import QueueKey, WaitingQueue
 from scheduling import beam_search, lengths, prompt, run_all, scheduler, search_step, sequence, step
 
 BATCH, INTERACTIVE = PriorityClass.BATCH, PriorityClass.INTERACTIVE
@@ -63,7 +63,7 @@ def served(
 def test_a_tenant_with_ten_times_the_load_gets_half_of_the_tokens(
     fake: PagedRunner, max_tokens: dict[str, int]
 ) -> None:
-    plan = scheduler(max_waiting=10_000)
+    plan = scheduler(WaitingQueue(max_waiting=10_000))
     backlogged(plan, {"a": 2000, "b": 200}, max_tokens)
     tokens, _ = served(plan, fake, 200)
     assert {one.request.tenant for one in plan.waiting} == {"a", "b"}
@@ -130,7 +130,7 @@ def test_a_beam_search_costs_the_tokens_of_all_beams(fake: PagedRunner) -> None:
 
 
 def test_classes_share_the_tokens_by_weight(fake: PagedRunner) -> None:
-    plan = scheduler(max_waiting=10_000, class_weights={INTERACTIVE: 4, BATCH: 1})  # type: ignore[arg-type]
+    plan = scheduler(WaitingQueue({INTERACTIVE: 4, BATCH: 1}, max_waiting=10_000))
     for number in range(1500):
         for offset, priority in ((0, BATCH), (5000, INTERACTIVE)):
             ids = [*divmod(number, 256), offset // 5000, 1]
@@ -190,7 +190,7 @@ def test_a_large_request_is_not_overtaken_until_it_fits(fake: PagedRunner) -> No
 
 
 def test_waiting_prompt_tokens_are_limited() -> None:
-    plan = scheduler(max_waiting_tokens=20)
+    plan = scheduler(WaitingQueue(max_waiting_tokens=20))
     plan.add(sequence(1, prompt(30)))  # alone, whatever it has: it would not fit later either
     with pytest.raises(
         CapacityError,
@@ -203,4 +203,4 @@ def test_waiting_prompt_tokens_are_limited() -> None:
     plan.add(sequence(4, prompt(1)))
     with pytest.raises(CapacityError):
         plan.add(sequence(5, prompt(1)))
-    assert plan.num_refused == {"max_waiting": 0, "max_waiting_tokens": 2}
+    assert plan.waiting.num_refused == {"max_waiting": 0, "max_waiting_tokens": 2}

@@ -13,6 +13,7 @@ from inflight.core.sequence import Sequence, Status
 from inflight.errors import CapacityError, EngineError
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.waiting_queue import WaitingQueue
 from scheduling import (
     Scores,
     lengths,
@@ -179,7 +180,7 @@ def test_a_budget_below_the_number_of_sequences_starves_none(fake: PagedRunner) 
 
 
 def test_a_full_queue_refuses_and_keeps_what_it_has(fake: PagedRunner) -> None:
-    plan = scheduler(max_waiting=2)
+    plan = scheduler(WaitingQueue(max_waiting=2))
     plan.add(sequence(1, prompt(3)))
     plan.add(sequence(2, prompt(3)))
     with pytest.raises(CapacityError, match="max_waiting is 2"):
@@ -433,7 +434,7 @@ def test_a_runner_returning_no_token_or_too_many_is_an_error(token_ids: list[int
 
 def test_a_storm_of_cancels_costs_the_same_for_each() -> None:
     """The queue is a dictionary: were it a list, this would take minutes."""
-    plan = scheduler(max_waiting=100_000)
+    plan = scheduler(WaitingQueue(max_waiting=100_000))
     queue = [sequence(i, [1, 2]) for i in range(100_000)]
     for one in queue:
         plan.add(one)

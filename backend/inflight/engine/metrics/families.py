@@ -17,7 +17,7 @@ from typing import Literal
 from inflight.config import MAX_DRAFTS
 from inflight.core.request import PriorityClass
 from inflight.errors import KINDS, ConfigError, did_you_mean
-from inflight.scheduling.scheduler import QUEUE_LIMITS
+from inflight.scheduling.waiting_queue import QUEUE_LIMITS
 
 PREFIX = "inflight_"
 FLAVOURS = ("vllm", "trtllm")
