@@ -27,10 +27,12 @@ class RandomTokens:
         return found
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of all such scripts."""
-    parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--device", default="cuda")
+def add_options(
+    parser: argparse.ArgumentParser, model: str = str(MODEL), device: str = "cuda"
+) -> None:
+    """The options of all such scripts, with these defaults."""
+    parser.add_argument("--model", default=model)
+    parser.add_argument("--device", default=device)
     parser.add_argument("--result", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
 
