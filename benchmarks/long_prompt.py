@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+import in_process
 import result
 from inflight import config as settings
 from inflight.cli.bench import engine as bench
@@ -30,7 +30,6 @@ from inflight.core.request import Request
 from inflight.engine.engine import Engine
 from inflight.execution.runner import Runner
 
-MODEL = result.ROOT / "benchmarks/models/llama-3.1-8b"
 PROMPT_ID = 1_000_000
 _STREAM_PROMPT = 512
 _STEPS_BEFORE = 200
@@ -109,27 +108,21 @@ def _with_output(request: Request, num_tokens: int) -> Request:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--device", default="cuda")
+    in_process.add_options(parser)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=30_000)
     parser.add_argument("--targets", type=float, nargs="+", default=[0, 10, 30])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--result", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
-    changes = dict(one.split("=", 1) for one in args.set)
     rows = [Row("streams", args.streams, _STREAM_PROMPT, 2)]
-    raw = bench.engine_settings(args.model, args.device, rows, changes)
+    raw = bench.engine_settings(args.model, args.device, rows, in_process.changes(args.set))
     started = start.build(settings.parse(raw, "settings"))
     engine = started.engine
     found = []
     for row in measure(engine.config, engine.runner, engine.max_model_len, args):
         print(row, flush=True)
         found.append(row)
-    if args.result is not None:
-        machine = result.cpu() if args.device == "cpu" else result.gpu()
-        result.write(args.result, "long prompt", found, machine=machine, settings=raw)
+    in_process.write(args, "long prompt", found, settings=raw)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ engine's.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 import msgspec
 
 import engine as alone
+import in_process
 import result
 import serving
 from inflight.checkpoint.locate import locate
@@ -139,18 +139,6 @@ def _set(pairs: Sequence[str]) -> list[str]:
     return [word for pair in pairs for word in ("--set", pair)]
 
 
-def _changes(pairs: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE pairs as settings; a value is JSON if it parses, otherwise a string."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, text = pair.partition("=")
-        try:
-            found[key] = json.loads(text)
-        except ValueError:
-            found[key] = text
-    return found
-
-
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found.add_argument("--model", default=str(alone.MODEL), help="as for `inflight serve`")
@@ -185,7 +173,7 @@ def main() -> None:
             serving.make_model(source.path, folder / "model")
         own = run_engine(model, arguments, options)
         served: list[Level] = []
-        settings = engine_settings(model, options.device, _changes(options.set))
+        settings = engine_settings(model, options.device, in_process.changes(options.set))
         del settings["model"]
         if not options.engine_only:
             models = folder / "models"

@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
+import in_process
 import result
 from inflight import config as settings
 from inflight.cli.bench import engine as bench
@@ -28,8 +27,6 @@ from inflight.cli.bench.rows import Row
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.sampling.params import SamplingParams
-
-MODEL = result.ROOT / "benchmarks/models/llama-3.1-8b"
 
 
 class Prompts:
@@ -41,26 +38,23 @@ class Prompts:
     """
 
     def __init__(self, vocab_size: int, args: argparse.Namespace) -> None:
-        self._random = np.random.default_rng(1)
-        self._vocab_size = vocab_size
+        self._tokens = in_process.RandomTokens(vocab_size)
         self._args = args
         self._next_id = 1
         self._params = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True)
 
     def prefix(self) -> list[int]:
-        return self._draw(self._args.shared)
+        return self._tokens.draw(self._args.shared)
 
     def requests(self, prefix: list[int] | None) -> list[Request]:
         """With a common prefix; None for one of each request's own."""
         found = []
         for _ in range(self._args.requests):
-            prompt = (self.prefix() if prefix is None else prefix) + self._draw(self._args.own)
+            own = self._tokens.draw(self._args.own)
+            prompt = (self.prefix() if prefix is None else prefix) + own
             found.append(Request(self._next_id, prompt, self._params))
             self._next_id += 1
         return found
-
-    def _draw(self, count: int) -> list[int]:
-        return [int(one) for one in self._random.integers(self._vocab_size, size=count)]
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -106,28 +100,22 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--device", default="cuda")
+    in_process.add_options(parser)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--shared", type=int, default=2048)
     parser.add_argument("--own", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--result", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
-    changes = dict(one.split("=", 1) for one in args.set)
     rows = [Row("shared", args.requests, args.shared + args.own, args.output)]
-    raw = bench.engine_settings(args.model, args.device, rows, changes)
+    raw = bench.engine_settings(args.model, args.device, rows, in_process.changes(args.set))
     engine = start.build(settings.parse(raw, "settings")).engine
     found = []
     for row in measure(engine, args):
         print(row, flush=True)
         found.append(row)
-    if args.result is not None:
-        machine = result.cpu() if args.device == "cpu" else result.gpu()
-        facts = {name: getattr(args, name) for name in ("requests", "shared", "own", "output")}
-        result.write(args.result, "shared prefix", found, machine=machine, settings=raw, **facts)
+    facts = {name: getattr(args, name) for name in ("requests", "shared", "own", "output")}
+    in_process.write(args, "shared prefix", found, settings=raw, **facts)
 
 
 if __name__ == "__main__":

@@ -41,11 +41,17 @@ def run(arguments: str, data: Path, *further: str) -> None:
         assert word not in output, output
 
 
+def command(arguments: str, data: Path, *further: str) -> tuple[list[str], dict[str, str]]:
+    """The command line with these arguments, and its environment."""
+    program, environment = find_or_fetch()
+    return [*program, *arguments.split(), "--input-data", str(data), *further], environment
+
+
 def execute(arguments: str, data: Path, *further: str) -> subprocess.CompletedProcess[str]:
     """Run it in the folder of its input data, whatever comes of it; it must end."""
-    program, environment = find_or_fetch()
+    words, environment = command(arguments, data, *further)
     return subprocess.run(
-        [*program, *arguments.split(), "--input-data", str(data), *further],
+        words,
         env=environment,
         cwd=data.parent,
         capture_output=True,
