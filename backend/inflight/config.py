@@ -317,6 +317,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = 4
     batch_weight: Annotated[Count, Setting("The same for the class `batch`.")] = 1
+    kv_growth_reserve: Annotated[
+        float,
+        Meta(ge=0, le=0.5),
+        Setting(
+            "The part of the KV pool that admissions keep free, at most, for the growth of running "
+            "requests; how much of it, the lengths of earlier outputs decide. Preemptions become "
+            "rare. 0 keeps one block for each running sequence."
+        ),
+    ] = 0.08
     enable_prefix_caching: Annotated[
         bool, Setting("Reuse the KV blocks of common prefixes.", former="prefix_cache")
     ] = True

@@ -73,6 +73,7 @@ def test_each_setting_is_taken_over() -> None:
         "queue_timeout_s": 1.5,
         "interactive_weight": 7,
         "batch_weight": 2,
+        "kv_growth_reserve": 0.25,
         "enable_prefix_caching": False,
         "default_max_tokens": 11,
         "max_draft_tokens": 40,

@@ -9,6 +9,7 @@ from inflight.core.sequence import Sequence
 from inflight.engine.beam_search import BeamGroup
 from inflight.engine.output import OutputStage
 from inflight.sampling.params import SamplingParams
+from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.waiting_queue import WaitingQueue
 
@@ -20,14 +21,19 @@ def sequence(
     return Sequence(Request(request_id, prompt_ids, params, **fields), max_tokens)  # type: ignore[arg-type]
 
 
-def scheduler(waiting: WaitingQueue | None = None, **changes: int | bool) -> Scheduler:
+def scheduler(
+    waiting: WaitingQueue | None = None,
+    forecast: KVForecast | None = None,
+    **changes: int | bool,
+) -> Scheduler:
     settings: dict[str, int | bool] = {
         "num_blocks": 16,
         "block_size": 4,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
     }
-    return Scheduler(waiting=waiting, **(settings | changes))  # type: ignore[arg-type]
+    settings |= changes
+    return Scheduler(waiting=waiting, forecast=forecast, **settings)  # type: ignore[arg-type]
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

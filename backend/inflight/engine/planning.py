@@ -6,6 +6,7 @@ from inflight.config import EngineConfig
 from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.execution.runner import Runner
 from inflight.scheduling.draft_budget import DraftBudget
+from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.waiting_queue import WaitingQueue
@@ -38,7 +39,16 @@ def make_scheduler(
         kv_tables=runner.kv_tables,
         host_slots=runner.host_slots,
         prefill_budget=prefill_budget,
+        forecast=_make_forecast(config, runner),
     )
+
+
+def _make_forecast(config: EngineConfig, runner: Runner) -> KVForecast | None:
+    """The forecast of the pool's usage; None if nothing is to be kept free for it."""
+    max_blocks = int(config.kv_growth_reserve * runner.num_blocks)
+    if not max_blocks:
+        return None
+    return KVForecast(runner.kv_tables, config.max_num_seqs, max_blocks)
 
 
 def make_draft_budget(config: EngineConfig, runner: Runner) -> DraftBudget | None:

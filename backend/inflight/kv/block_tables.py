@@ -79,18 +79,23 @@ class BlockTables:
         first = self._num_cached_tokens(hashes, self.pool.is_cached) // self.pool.block_size
         return self._pending.num_in_flight(hashes, first, end_of) >= WORTH_TOKENS
 
-    def admit(self, group: SequenceGroup) -> list[Copy] | None:
+    def admit(self, group: SequenceGroup, num_kept_free: int = 0) -> list[Copy] | None:
         """Give the members of a group blocks for all known tokens.
+
+        Args:
+            group: it has no blocks.
+            num_kept_free: blocks to leave free; at least `num_reserved` are.
 
         Returns:
             The copies to make before its step writes; None if there are not enough blocks. The
             caller releases the source of a copy once the whole step is planned, so that no block is
             both source and target of a step's copies.
         """
+        num_free = self.pool.num_free - max(self.num_reserved, num_kept_free)
         if group.width == 1:
-            copies = self._admit(group.members[0])
+            copies = self._admit(group.members[0], num_free)
         else:
-            copies = [] if self._admit_beams(group.members) else None
+            copies = [] if self._admit_beams(group.members, num_free) else None
         if copies is not None:
             self.num_reserved += self.num_reserved_for(group)
         return copies
@@ -156,6 +161,19 @@ class BlockTables:
             return []
         self._host.abandon(batch.stores)
         return self._loads.sequences
+
+    def num_shared(self, group: SequenceGroup) -> int:
+        """Blocks of a group that has just been admitted which others have as well."""
+        first = group.members[0]
+        if not first.num_computed:
+            return 0
+        return sum(
+            self.pool.ref_count(block) > 1
+            for start, table, span in zip(
+                first.first_blocks, first.tables, self._spans, strict=True
+            )
+            for block in table[start : -(-first.num_computed // span)]
+        )
 
     def num_reserved_for(self, group: SequenceGroup) -> int:
         """Blocks that admissions reserve for an admitted group."""
@@ -262,7 +280,7 @@ class BlockTables:
                 self.pool.release(sequence.tables[index][first:kept])
                 sequence.first_blocks[index] = kept
 
-    def _admit(self, sequence: Sequence) -> list[Copy] | None:
+    def _admit(self, sequence: Sequence, num_free: int) -> list[Copy] | None:
         pool, num_tokens = self.pool, len(sequence.token_ids)
         hashes = self._hashes_of(sequence, num_tokens) if self._enable_prefix_caching else []
         if sequence.num_scored < sequence.num_prompt_tokens:
@@ -276,7 +294,7 @@ class BlockTables:
             firsts.append(table.first_kept(computed) // span)
             chains.append(self._keys(index, hashes, firsts[-1], num_cached // span))
             counts.append(-(-num_tokens // span) - computed // span)
-        if self._num_taken(chains) + sum(counts) + self.num_reserved > pool.num_free:
+        if self._num_taken(chains) + sum(counts) > num_free:
             return None
 
         copies, tables = [], []
@@ -366,7 +384,7 @@ class BlockTables:
             end = (block - 1) * span // self._unit * self._unit
         return end
 
-    def _admit_beams(self, beams: tuple[Sequence, ...]) -> bool:
+    def _admit_beams(self, beams: tuple[Sequence, ...], num_free: int) -> bool:
         """As `_admit`, for all beams of a search: one with a prompt, or several of equal length.
 
         Common full blocks are taken once, whether or not the prefix cache still has them. So a
@@ -397,7 +415,7 @@ class BlockTables:
         num_new = sum(
             -(-num_tokens // span) - tokens // span for _, tokens in shared for span in self._spans
         )
-        if self._num_taken([distinct]) + num_new + self.num_reserved > pool.num_free:
+        if self._num_taken([distinct]) + num_new > num_free:
             return False
 
         (taken,) = self._take(beams[0], [distinct])

@@ -21,7 +21,9 @@ possibly the requester. So the first running group always advances, or a commit 
 it to; once it has finished, the next one is first.
 
 Nor does a group starve. The queue (`scheduling.waiting_queue`) names one group to admit next; while
-it lacks blocks, no smaller one is admitted, and those that run end. A preempted group returns to
+it lacks blocks, no smaller one is admitted, and those that run end. It also waits for blocks that
+are kept free for the growth of those that run (`scheduling.kv_forecast`): when nothing runs, none
+are. A preempted group returns to
 the front of its tenant's queue, so only other tenants can be admitted before it. Each of them is
 charged for that, and its own tenant only for what it still runs: after a bounded number of tokens
 it is next.
@@ -48,6 +50,7 @@ from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 from inflight.kv.host_cache import HostCache
 from inflight.kv.layout import KVTables
+from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.token_charges import TokenCharges
 from inflight.scheduling.waiting_queue import WaitingQueue
@@ -75,6 +78,8 @@ class Scheduler:
         kv_tables: the block tables of each sequence; None for one that keeps all tokens.
         host_slots: KV blocks that host memory holds, as the second tier of the prefix cache.
         prefill_budget: limits prompts in steps that also decode; None for no limit.
+        forecast: says how many blocks admissions leave free for the growth of those that run; None
+            for one for each sequence that grows.
 
     Attributes:
         max_num_seqs: maximum running sequences.
@@ -83,7 +88,7 @@ class Scheduler:
         num_cached_tokens: those of them that came from the prefix cache.
         host_cache: the blocks in host memory; None without.
         lacks_blocks: whether the last step could not admit the head of the queue, for it needs more
-            KV blocks than are free.
+            KV blocks than are free and not kept for those that run.
     """
 
     def __init__(  # limits, by keyword alone
@@ -101,6 +106,7 @@ class Scheduler:
         kv_tables: KVTables | None = None,
         host_slots: int = 0,
         prefill_budget: PrefillBudget | None = None,
+        forecast: KVForecast | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -113,6 +119,7 @@ class Scheduler:
         # Every running sequence may need a token in the same step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._prefill_budget = prefill_budget
+        self._forecast = forecast
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
         self._max_draft_tokens = max_draft_tokens
         self._max_rows = sys.maxsize if max_rows is None else max_rows
@@ -267,7 +274,10 @@ class Scheduler:
             plan = _PrefillPlan(prefills, lengths, budget, self._max_chunk)
             if self._tables.awaits_prefix(group, plan.end_of):
                 break
-            needed = self._tables.admit(group)
+            kept_free = 0
+            if self._forecast is not None and self._running:
+                kept_free = self._forecast.blocks_for(group, self._pool.num_free)
+            needed = self._tables.admit(group, kept_free)
             if needed is None:
                 self.lacks_blocks = True
                 break
@@ -403,6 +413,8 @@ class Scheduler:
     def finish(self, group: SequenceGroup) -> None:
         """End a group of any status and free its blocks. A second time does nothing."""
         if group.status is not Status.FINISHED:
+            if self._forecast is not None and group.status is Status.RUNNING:
+                self._forecast.ended(group)
             self._remove(group)
             self._charges.forget(group)
             group.status = Status.FINISHED
@@ -531,6 +543,8 @@ class Scheduler:
         self._running[group.request_id] = group
         group.status = Status.RUNNING
         self._num_batch_slots += group.width
+        if self._forecast is not None:
+            self._forecast.add(group, self._tables.num_shared(group))
         if group not in self._charges:
             group.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
@@ -545,6 +559,8 @@ class Scheduler:
         if self._running.pop(group.request_id, None) is not None:
             self._tables.free(group)
             self._num_batch_slots -= group.width
+            if self._forecast is not None:
+                self._forecast.remove(group)
             self._charges.charge_rest(group)
         self._waiting.remove(group)
         self._suspended.pop(group.request_id, None)

@@ -55,6 +55,31 @@ def beams_of(tables: BlockTables, prompt_ids: list[int], width: int = 3) -> list
 # ---------------------------------------------------------------- admission
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_an_admission_leaves_as_many_blocks_free_as_it_is_told(width: int) -> None:
+    tables = make_tables(num_blocks=10)
+    group = beam_search(1, prompt(8), 1, beam_width=width) if width > 1 else sequence(1, prompt(8))
+    assert tables.admit(group, num_kept_free=9) is None
+    assert tables.pool.num_free == 10
+    assert tables.admit(group, num_kept_free=8) == []
+    assert tables.pool.num_free == 8
+    another = sequence(9, prompt(8, start=3))
+    assert tables.num_reserved > 0
+    assert tables.admit(another, num_kept_free=0) == [], "what is reserved fits as well"
+
+
+def test_shared_blocks_are_those_that_others_own_at_the_admission() -> None:
+    tables = make_tables()
+    first = admitted(tables, 1, prompt(12))
+    assert tables.num_shared(first) == 0
+    compute(tables, first)
+    second = admitted(tables, 2, [*prompt(8), 7, 7, 7, 7])
+    assert tables.num_shared(second) == 2
+    tables.free(first)
+    tables.free(second)
+    assert tables.num_shared(admitted(tables, 3, [*prompt(8), 9])) == 0, "cached, but of nobody"
+
+
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_all_known_tokens_get_their_blocks_at_once(num_tokens: int, num_blocks: int) -> None:
     one = admitted(make_tables(), 1, prompt(num_tokens))

@@ -11,7 +11,9 @@ from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence, Status
 from inflight.errors import CapacityError, EngineError
+from inflight.kv.layout import KVTables
 from inflight.sampling.params import SamplingParams
+from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.waiting_queue import WaitingQueue
 from scheduling import (
@@ -555,3 +557,28 @@ def test_no_block_is_read_and_written_by_the_copies_of_one_step(fake: PagedRunne
     copies = plan.schedule().copies
     assert len(copies) == 1
     assert not {source for source, _ in copies} & {target for _, target in copies}
+
+
+def growing(request_id: int, max_tokens: int) -> Sequence:
+    """Only its limit ends it."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Sequence(Request(request_id, prompt(4, start=request_id), params), max_tokens)
+
+
+def test_an_admission_waits_for_the_growth_of_those_that_run(fake: PagedRunner) -> None:
+    """Both fit into 16 blocks of 4 tokens now, but not at their ends."""
+    plan = scheduler(forecast=KVForecast(KVTables.single(4), 4, max_blocks=16))
+    plan.add(growing(1, 40))
+    plan.add(growing(2, 40))
+    step(plan, fake)
+    assert [one.request_id for one in plan.running] == [1]
+    assert plan.lacks_blocks
+    run_all(plan, fake)
+    assert plan.num_preemptions == 0
+
+
+def test_if_nothing_runs_no_blocks_are_kept_for_growth(fake: PagedRunner) -> None:
+    plan = scheduler(forecast=KVForecast(KVTables.single(4), 4, max_blocks=16))
+    plan.add(growing(1, 60))
+    run_all(plan, fake)
+    assert plan.num_preemptions == 0

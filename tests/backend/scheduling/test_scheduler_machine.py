@@ -24,7 +24,10 @@ from inflight.engine.beam_search import BeamGroup
 from inflight.errors import RequestError
 from inflight.kv.layout import KVTable, KVTables
 from inflight.sampling.params import SamplingParams
+from inflight.scheduling.kv_forecast import KVForecast
+from inflight.scheduling.output_lengths import MIN_SAMPLES, OutputLengths
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.waiting_queue import QueueKey
 from scheduling import (
     STOP,
     Scores,
@@ -95,6 +98,8 @@ class EngineMachine(RuleBasedStateMachine):
     Steps are taken in as late as the runner allows.
     """
 
+    forecast: KVForecast | None = None
+
     @initialize(
         num_blocks=st.integers(2, 10),
         block_size=st.sampled_from([1, 2, 4]),
@@ -120,7 +125,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.config = config
         self.kv_tables = KVTables(tables, config["block_size"])
         self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
-        self.plan = Scheduler(max_rows=self.max_rows, kv_tables=self.kv_tables, **config)
+        self.plan = Scheduler(
+            max_rows=self.max_rows, kv_tables=self.kv_tables, forecast=self.forecast, **config
+        )
         self.limits = PoolLimits(config["num_blocks"], self.kv_tables, self.plan.max_num_seqs)
         self.pool = self.plan._pool
         self.fake = PagedRunner(
@@ -589,3 +596,54 @@ class TierMachine(EngineMachine):
 
 TierMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestRandomTiers = TierMachine.TestCase
+
+
+class ForecastMachine(EngineMachine):
+    """Admissions keep blocks free for growth, by lengths of outputs that may be far off."""
+
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(2, 8),
+        max_num_batched_tokens=st.integers(2, 24),
+        max_prefill_chunk=st.none() | st.integers(1, 6),
+        enable_prefix_caching=st.booleans(),
+        max_draft_tokens=st.integers(1, 8),
+        steps_ahead=st.sampled_from([0, 1, 1, 2]),
+        spare_rows=st.integers(0, 6),
+        tables=TABLES,
+        share=st.sampled_from([0.1, 0.5, 1.0]),
+        host_slots=HOST_SLOTS,
+        earlier=st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=4),
+    )
+    def start(
+        self,
+        steps_ahead: int,
+        spare_rows: int,
+        tables: tuple[KVTable, ...],
+        share: float,
+        earlier: list[tuple[int, bool]],
+        **config: int,
+    ) -> None:
+        lengths = OutputLengths()
+        key: QueueKey = (PriorityClass.INTERACTIVE, "")
+        for index in range(MIN_SAMPLES):
+            num_tokens, is_cut = earlier[index % len(earlier)]
+            lengths.observe(key, num_tokens, is_cut)
+        self.forecast = KVForecast(
+            KVTables(tables, config["block_size"]),
+            config["max_num_seqs"],
+            max(1, int(share * config["num_blocks"])),
+            lengths,
+        )
+        super().start(steps_ahead, spare_rows, tables, **config)
+
+    @invariant()
+    def the_forecast_is_of_the_groups_that_run(self) -> None:
+        if self.forecast is not None:
+            running = {one.request_id for one in self.plan.running}
+            assert self.forecast._places.keys() == running == set(self.forecast._ids)
+
+
+ForecastMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRandomForecasts = ForecastMachine.TestCase
