@@ -49,7 +49,7 @@ def find_prefixes(
     min_saved: int,
 ) -> list[SharedPrefix]:
     """The prefixes of a step; the arguments are those of a plan."""
-    min_tiles, min_saved_tiles = min_keys // PREFIX_KEYS, -(-min_saved // PREFIX_KEYS)
+    min_tiles, min_saved_tiles = min_keys // PREFIX_KEYS, max(1, -(-min_saved // PREFIX_KEYS))
     last = min_keys // block_size - 1
     free = {
         i: tables[i][last]

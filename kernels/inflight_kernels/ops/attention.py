@@ -375,7 +375,7 @@ def _plan_cascade(
         tables.shape[1],
         cascade.block_size.bit_length() - 1,
         cascade.min_keys // PREFIX_KEYS,
-        -(-cascade.min_saved // PREFIX_KEYS),
+        max(1, -(-cascade.min_saved // PREFIX_KEYS)),
         cascade.max_pieces,
         cascade.prefixes,
         cascade.members,

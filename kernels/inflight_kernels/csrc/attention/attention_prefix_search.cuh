@@ -19,7 +19,7 @@ struct PrefixSearch {
     int table_stride;
     int block_shift;
     int min_tiles;   // of a prefix
-    int min_saved;   // tiles of a prefix that need not be read, of all members but one
+    int min_saved;   // tiles of a prefix that need not be read, of all members but one; at least 1
     int max_pieces;  // for which there is memory; enough for each unit to be one
     Prefix* prefixes;
     Member* members;
