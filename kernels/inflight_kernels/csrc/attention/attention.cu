@@ -38,8 +38,7 @@ __device__ __forceinline__ void merge_if_last(const Arguments<typename S::Elemen
     if (threadIdx.x == 0) is_last = arrive_last(memory, member, unit.head, args.num_kv_heads);
     __syncthreads();
     if (is_last)
-        merge_member<S::HEAD_DIM, S::THREADS>(
-            args, memory, head_of(member, unit.item.query_start, unit.head), threadIdx.x);
+        merge_member<S::HEAD_DIM, S::THREADS, 1>(args, memory, member, unit.head, threadIdx.x);
 }
 
 // Process a share. Each iteration starts the copy of a tile and multiplies the tile whose copy was
@@ -49,10 +48,10 @@ __device__ __forceinline__ void merge_if_last(const Arguments<typename S::Elemen
 // For the first unit, history_ready data is read before the preceding kernels have ended: all keys
 // except those of this step's tokens.
 //
-// If it CASCADES, the block's pieces of prefixes come first.
+// If it CASCADES, sequences may have prefixes.
 template <class S, bool CASCADES, class Source>
 __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& args, Source source,
-                                         const Item* items, const Share* shares, int* arrivals,
+                                         const Item* items, const Share& share, int* arrivals,
                                          float* slots, bool history_ready,
                                          const PrefixMemory& prefixes) {
     using T = typename S::Element;
@@ -65,13 +64,6 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     const int warp_m = warp % S::WARPS_M;
     const int warp_n = warp / S::WARPS_M;
 
-    if (!history_ready) pdl_wait();
-    const Share share = load_l2(shares + blockIdx.x);
-    if constexpr (CASCADES) {
-        if (share.prefix_pieces > 0)
-            attend_pieces<PieceShape<S, S::STAGES>>(args, prefixes, share.prefix_pieces);
-        __syncthreads();  // the tiles of the last piece are read
-    }
     if (share.begin == share.end) {
         // If no block waited, the next kernel's wait could return before the preceding kernels have
         // ended.
@@ -253,7 +245,9 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
                                               num_kv_heads, scale, soft_cap, window, sinks);
-    mainloop<S, false>(args, InPlace<S>(), items, shares, arrivals, slots, history_ready, {});
+    if (!history_ready) pdl_wait();
+    mainloop<S, false>(args, InPlace<S>(), items, load_l2(shares + blockIdx.x), arrivals, slots,
+                       history_ready, {});
 }
 
 // The same for a plan of `plan_cascade`, with the memory of its prefixes (attention_prefixes.cuh).
@@ -273,8 +267,15 @@ __global__ void __launch_bounds__(S::THREADS, S::HEAD_DIM == 64 ? 3 : 2)
     const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
                                               num_kv_heads, scale, soft_cap, window, sinks);
-    mainloop<S, true>(args, InPlace<S>(), items, shares, arrivals, slots, history_ready,
-                      {prefixes, members, tokens, arrived, prefix_sums, prefix_states, own_row});
+    const PrefixMemory memory = {prefixes,    members,       tokens, arrived,
+                                 prefix_sums, prefix_states, own_row};
+    if (!history_ready) pdl_wait();
+    const Share share = load_l2(shares + blockIdx.x);
+    if (share.prefix_pieces > 0) {
+        attend_pieces<PieceShape<S, S::STAGES>>(args, memory, share.prefix_pieces);
+        __syncthreads();  // all tiles are read
+    }
+    mainloop<S, true>(args, InPlace<S>(), items, share, arrivals, slots, history_ready, memory);
 }
 
 // Fused `rope_write_kv` of rope.cu and `attend`, for chunks of one token each.
@@ -297,6 +298,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                                               num_kv_heads, scale, soft_cap, window, sinks);
     const Projection<typename S::Element> projection = {
         k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight, eps};
-    mainloop<S, false>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots,
-                       history_ready, {});
+    if (!history_ready) pdl_wait();
+    mainloop<S, false>(args, Rotated<S, NORM>(projection), items, load_l2(shares + blockIdx.x),
+                       arrivals, slots, history_ready, {});
 }

@@ -15,55 +15,74 @@ template <class S, int STAGES>
 using PieceShape = Shape<typename S::Element, S::HEAD_DIM, PREFIX_ROWS / 16, 1, 1, PREFIX_KEYS,
                          STAGES, typename S::Cached>;
 
-// A member, and the KV head of it whose sums are merged.
-struct MemberHead {
-    int place;
-    int token;
-    int head;
-    int first_row;  // of its partial sums of the first piece
-    int pieces;
-};
-
-// Merges the partial sums of a member and KV head and writes its rows; `thread` is one of THREADS.
-template <int HEAD_DIM, int THREADS, typename T>
-__device__ __forceinline__ void merge_member(const Arguments<T>& args, const PrefixMemory& memory,
-                                             const MemberHead& member, int thread) {
+// Merges the partial sums of `count` adjacent members of a prefix unit, those that are `wanted`,
+// and writes their rows. `thread` is one of THREADS.
+//
+//   place       of the first one among all members
+//   head        KV head
+//   first_row   of the first one's sums of the first piece
+//   pieces      of the unit
+//   ROWS        whose sums are loaded together, as the L2 latency dominates here
+template <int HEAD_DIM, int THREADS, int ROWS, typename T, class Wanted>
+__device__ __forceinline__ void merge_members(const Arguments<T>& args, const PrefixMemory& memory,
+                                              int place, int count, int head, int first_row,
+                                              int pieces, int thread, const Wanted& wanted) {
     constexpr int QUARTERS = HEAD_DIM / 4;
-    constexpr int AT_ONCE = 4;  // loads in flight together
-    const int own_row = memory.own_row + member.place * args.num_heads + member.head * args.group;
+    constexpr int PARTS = 4;  // of a row that are loaded together
+    const int end = count * args.group * QUARTERS;
 #pragma unroll 1
-    for (int index = thread; index < args.group * QUARTERS; index += THREADS) {
-        const int row = index / QUARTERS;
-        const int column = index % QUARTERS * 4;
-        Merged merged(-CUDART_INF_F);
-#pragma unroll 1
-        for (int piece = 0; piece <= member.pieces; piece += AT_ONCE) {
-            float2 states[AT_ONCE];
-            float4 parts[AT_ONCE];
+    for (int base = thread; base < end; base += ROWS * THREADS) {
+        Merged merged[ROWS];
+        int rows[ROWS], members[ROWS];
+        bool exists[ROWS];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int k = piece + i;
-                const bool exists = k <= member.pieces;
-                // After the pieces, the own keys.
-                const long long place =
-                    row + (k < member.pieces ? member.first_row + k * PREFIX_ROWS : own_row);
-                states[i] = ptx::load_if(exists, memory.states + place, -CUDART_INF_F);
-                parts[i] = ptx::load_if(exists, reinterpret_cast<const float4*>(
-                                                    memory.sums + place * HEAD_DIM + column));
-            }
-            float largest = merged.max;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) largest = fmaxf(largest, states[i].x);
-            merged.raise(largest);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) merged.add(states[i], parts[i]);
+        for (int r = 0; r < ROWS; ++r) {
+            const int index = base + r * THREADS;
+            rows[r] = index / QUARTERS;
+            members[r] = args.token_of(rows[r]);
+            exists[r] = index < end && wanted(members[r]);
         }
-        const int head = member.head * args.group + row;
-        write_columns(
-            args,
-            args.out + (static_cast<long long>(member.token) * args.num_heads + head) * HEAD_DIM +
-                column,
-            head, merged);
+        const auto query_head = [&](int r) {
+            return head * args.group + rows[r] - members[r] * args.group;
+        };
+        const auto column_of = [&](int r) { return (base + r * THREADS) % QUARTERS * 4; };
+#pragma unroll 1
+        for (int first = 0; first <= pieces; first += PARTS) {
+            float2 states[ROWS][PARTS];
+            float4 parts[ROWS][PARTS];
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int i = 0; i < PARTS; ++i) {
+                    const int k = first + i;
+                    // After the pieces, the own keys.
+                    const long long row = k < pieces ? first_row + k * PREFIX_ROWS + rows[r]
+                                                     : memory.own_row +
+                                                           (place + members[r]) * args.num_heads +
+                                                           query_head(r);
+                    const bool is_there = exists[r] && k <= pieces;
+                    states[r][i] = ptx::load_if(is_there, memory.states + row, -CUDART_INF_F);
+                    parts[r][i] =
+                        ptx::load_if(is_there, reinterpret_cast<const float4*>(
+                                                   memory.sums + row * HEAD_DIM + column_of(r)));
+                }
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                float largest = merged[r].max;
+#pragma unroll
+                for (int i = 0; i < PARTS; ++i) largest = fmaxf(largest, states[r][i].x);
+                merged[r].raise(largest);
+#pragma unroll
+                for (int i = 0; i < PARTS; ++i) merged[r].add(states[r][i], parts[r][i]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (!exists[r]) continue;
+            const long long token = load_l2(memory.tokens + place + members[r]);
+            T* const out = args.out + (token * args.num_heads + query_head(r)) * HEAD_DIM;
+            write_columns(args, out + column_of(r), query_head(r), merged[r]);
+        }
     }
 }
 
@@ -85,9 +104,13 @@ __device__ __forceinline__ bool arrive_last(const PrefixMemory& memory, const Me
     return is_last;
 }
 
-__device__ __forceinline__ MemberHead head_of(const Member& member, int token, int head) {
-    return {member.place, token, head,
-            (member.first_piece + head * member.pieces) * PREFIX_ROWS + member.row, member.pieces};
+// Merges the sums of a member and KV head, and writes its rows. `thread` is one of THREADS.
+template <int HEAD_DIM, int THREADS, int ROWS, typename T>
+__device__ __forceinline__ void merge_member(const Arguments<T>& args, const PrefixMemory& memory,
+                                             const Member& member, int head, int thread) {
+    const int first_row = (member.first_piece + head * member.pieces) * PREFIX_ROWS + member.row;
+    merge_members<HEAD_DIM, THREADS, ROWS>(args, memory, member.place, 1, head, first_row,
+                                           member.pieces, thread, [](int) { return true; });
 }
 
 // Loads this warp's two rows per lane of a prefix unit; zeros for rows that do not exist.
@@ -239,15 +262,10 @@ __device__ __forceinline__ void attend_pieces(const Arguments<typename S::Elemen
             ends_one = arrive_last(memory, member, head, args.num_kv_heads);
             ends[own] = ends_one;
         }
-        if (!__syncthreads_or(ends_one)) continue;
-#pragma unroll 1
-        for (int i = 0; i < num_members; ++i)
-            if (ends[i])
-                merge_member<S::HEAD_DIM, S::THREADS>(
-                    args, memory,
-                    {first_member + i, load_l2(tokens + i), head,
-                     (piece - part) * PREFIX_ROWS + i * args.group, prefix.pieces},
-                    threadIdx.x);
+        if (__syncthreads_or(ends_one))
+            merge_members<S::HEAD_DIM, S::THREADS, 4>(
+                args, memory, first_member, num_members, head, (piece - part) * PREFIX_ROWS,
+                prefix.pieces, threadIdx.x, [&](int member) { return ends[member]; });
     }
 }
 

@@ -347,14 +347,14 @@ __device__ __forceinline__ void finish_own_rows(const Arguments<typename S::Elem
     __syncwarp();
     if (threadIdx.x % 32 == 0) is_last = arrive_last(memory, member, head, args.num_kv_heads);
     if (__shfl_sync(FULL_WARP, is_last, 0))
-        merge_member<S::HEAD_DIM, 32>(args, memory, head_of(member, unit.item.query_start, head),
-                                      threadIdx.x % 32);
+        merge_member<S::HEAD_DIM, 32, S::QUANTIZED ? 2 : 4>(args, memory, member, head,
+                                                            threadIdx.x % 32);
 }
 
-// Processes a share. If it CASCADES, the block's pieces of prefixes come first.
+// Processes a share. If it CASCADES, its sequences may have prefixes.
 template <class S, bool CASCADES>
 __device__ __forceinline__ void process_share(const Arguments<typename S::Element>& args,
-                                              const Item* items, const Share* shares, int* arrivals,
+                                              const Item* items, const Share& share, int* arrivals,
                                               float* slots, bool history_ready,
                                               const PrefixMemory& prefixes) {
     using T = typename S::Element;
@@ -363,13 +363,6 @@ __device__ __forceinline__ void process_share(const Arguments<typename S::Elemen
     T* const tiles = reinterpret_cast<T*>(memory) + warp * S::STAGES * 2 * S::TILE;
     const Slots<S> own_slots(slots, warp * S::ROWS);
 
-    if (!history_ready) pdl_wait();
-    const Share share = load_l2(shares + blockIdx.x);
-    if constexpr (CASCADES) {
-        if (share.prefix_pieces > 0)
-            attend_pieces<PieceShape<S, S::PIECE_STAGES>>(args, prefixes, share.prefix_pieces);
-        __syncthreads();  // the tiles of the last piece are read
-    }
     if (share.begin == share.end) {
         // If no block waited, the next kernel's wait could return before the preceding kernels have
         // ended.
@@ -456,6 +449,25 @@ __device__ __forceinline__ void process_share(const Arguments<typename S::Elemen
     }
 }
 
+// Processes a block's share and its pieces, if there are any. Half of the blocks begin with the
+// share. Two blocks or more are on a multiprocessor: while one multiplies the queries of a prefix,
+// which is bound by arithmetic, another one reads own keys, which is bound by the memory.
+template <class Own, class Pieces>
+__device__ __forceinline__ void process_both(const Share& share, const Own& own,
+                                             const Pieces& pieces) {
+    const bool cascades = share.prefix_pieces > 0;
+    const int turns = cascades ? 2 : 1;
+    const int of_pieces = cascades && blockIdx.x < gridDim.x / 2 ? 0 : 1;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+        if (turn > 0) __syncthreads();  // all tiles are read, by all warps
+        if (turn == of_pieces)
+            pieces();
+        else
+            own();
+    }
+}
+
 }  // namespace attention
 
 // Attention of the chunks selected by `plan`, with the same unit_rows = ROWS, unit_keys = KEYS,
@@ -475,7 +487,9 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
                                               num_kv_heads, scale, soft_cap, window, sinks);
-    process_share<S, false>(args, items, shares, arrivals, slots, history_ready, {});
+    if (!history_ready) pdl_wait();
+    const Share share = load_l2(shares + blockIdx.x);
+    process_share<S, false>(args, items, share, arrivals, slots, history_ready, {});
 }
 
 // The same for a plan of `plan_cascade`, with the memory of its prefixes (attention_prefixes.cuh).
@@ -495,7 +509,12 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
                                               num_kv_heads, scale, soft_cap, window, sinks);
-    process_share<S, true>(
-        args, items, shares, arrivals, slots, history_ready,
-        {prefixes, members, tokens, arrived, prefix_sums, prefix_states, own_row});
+    const PrefixMemory memory = {prefixes,    members,       tokens, arrived,
+                                 prefix_sums, prefix_states, own_row};
+    if (!history_ready) pdl_wait();
+    const Share share = load_l2(shares + blockIdx.x);
+    process_both(
+        share,
+        [&] { process_share<S, true>(args, items, share, arrivals, slots, history_ready, memory); },
+        [&] { attend_pieces<PieceShape<S, S::PIECE_STAGES>>(args, memory, share.prefix_pieces); });
 }

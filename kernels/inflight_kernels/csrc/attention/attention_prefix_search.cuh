@@ -54,7 +54,7 @@ __device__ __forceinline__ unsigned long long block_largest(unsigned long long n
 // each sequence at least. All lanes of a warp call it.
 __device__ __forceinline__ int common_tiles(const PrefixSearch& search, int one, int other,
                                             int kv_len) {
-    constexpr int AT_ONCE = 4;
+    constexpr int AT_ONCE = 8;
     const int lane = threadIdx.x % 32;
     const int limit = (kv_len - 1) >> search.block_shift;
     const int* const first =
@@ -132,13 +132,14 @@ __device__ __forceinline__ int find_prefixes(const PrefixSearch& search, const i
     const int thread = threadIdx.x;
     const int count = min(n, PLAN_THREADS);
     const int depth = (search.min_tiles * PREFIX_KEYS) >> search.block_shift;
-    int kv_len = 0, block = -1;  // the last one of the shortest prefix
-    if (thread < count && query_start[thread + 1] - query_start[thread] == 1) {
-        kv_len = seq_lens[thread];
-        if (kv_len > search.min_tiles * PREFIX_KEYS)
-            block =
-                search
-                    .block_tables[static_cast<long long>(thread) * search.table_stride + depth - 1];
+    // The last one of the shortest prefix; read before it is known whether the sequence has as
+    // many.
+    int block = -1;
+    if (thread < count && depth <= search.table_stride) {
+        const int entry =
+            search.block_tables[static_cast<long long>(thread) * search.table_stride + depth - 1];
+        const bool is_decode = query_start[thread + 1] - query_start[thread] == 1;
+        if (is_decode && seq_lens[thread] > search.min_tiles * PREFIX_KEYS) block = entry;
     }
     const unsigned bucket = static_cast<unsigned>(block) * 2654435761u >> 22;
     static_assert(PLAN_THREADS == 1 << 10, "a bucket for each value of a hash");
