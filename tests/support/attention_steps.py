@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.attention import attend, workspace_size
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams, Cascade
 from inflight_kernels.ops.rope import PagedKV
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -55,6 +55,7 @@ class Step:
         workspace: Tensor | None = None,
         max_q_len: int | None = None,
         planned: bool = False,
+        cascade: Cascade | None = None,
         **spec: Any,
     ) -> AttentionMetadata:
         """Of the step; `spec` are fields of `AttentionParams`."""
@@ -70,6 +71,7 @@ class Step:
             workspace,
             max_q_len,
             planned,
+            cascade=cascade,
         )
 
     def run(

@@ -90,6 +90,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
     monkeypatch.setattr(attention, "AttentionMetadata", HostAttentionMetadata)
     monkeypatch.setattr(attention, "RopeInputs", HostRopeInputs)
+    monkeypatch.setattr(attention, "Cascade", HostCascade)
     kernels = _Ops(
         workspace_size,
         plan,
@@ -561,6 +562,14 @@ def plan(*operands: object, **settings: object) -> None:
     pass
 
 
+class HostCascade:
+    """In the place of `Cascade`: no prefix is shared."""
+
+    @classmethod
+    def empty(cls, *sizes: object) -> None:
+        return None
+
+
 class HostAttentionMetadata:
     """Satisfies `AttentionMetadata`, of operands on the CPU."""
 
@@ -574,6 +583,7 @@ class HostAttentionMetadata:
         *settings: object,
         planned: bool,
         dequantized: None,
+        cascade: None,
     ) -> None:
         self.spec = spec
         self.num_tokens = num_tokens

@@ -371,7 +371,7 @@ class Decoder:
 
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         passes: list[LayerPass] = [
-            shared.begin(inputs, size, cache.table_of[first])
+            shared.begin(inputs, size, cache.table_of[first], cache.block_size)
             for shared, first in zip(self._attentions, self._first_layer_of, strict=True)
         ]
         layers = zip(

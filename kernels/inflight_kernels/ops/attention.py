@@ -24,6 +24,8 @@ from inflight_kernels.ops.attention_dispatch import (
     HEADS_HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     MAX_ROPE_CHUNKS,
+    PREFIX_KEYS,
+    PREFIX_ROWS,
     AnyShape,
     HeadsShape,
     HopperShape,
@@ -40,6 +42,7 @@ from inflight_kernels.ops.attention_operands import (
     AttentionMetadata,
     AttentionParams,
     AttentionWeights,
+    Cascade,
     DequantizedKV,
     PlannedStep,
     current_gpu,
@@ -107,6 +110,10 @@ def plan(metadata: AttentionMetadata, *, pdl: bool = False) -> None:
     spec = metadata.spec
     for part in metadata.parts:
         places = spec.num_kv_heads // part.shape.heads
+        cascade = metadata.cascade_of(part)
+        if cascade is not None:
+            _plan_cascade(metadata, part, places, cascade, pdl)
+            continue
         plan_part(metadata, part, (spec.group, places), spec.window, spec.batch_invariant, pdl=pdl)
         if isinstance(part.shape, HopperShape) and metadata.dequantized is not None:
             _plan_dequantization(metadata, metadata.dequantized, part, pdl)
@@ -130,10 +137,21 @@ def plan_part(
         window, batch_invariant: see `AttentionParams`.
         pdl: see `Kernel`.
     """
-    base = step.workspace.data_ptr()
     kernel("attention_plan", "plan")(
         1,
         _PLAN_THREADS,
+        *_plan_arguments(step, part, heads, window),
+        batch_invariant,
+        pdl=pdl,
+    )
+
+
+def _plan_arguments(
+    step: PlannedStep, part: Part, heads: tuple[int, int], window: int
+) -> tuple[object, ...]:
+    """Arguments of a plan from `query_start` to `queue`."""
+    base = step.workspace.data_ptr()
+    return (
         step.query_start,
         step.seq_lens,
         len(step.seq_lens),
@@ -149,8 +167,6 @@ def plan_part(
         Int64(base + part.shares),
         Int64(base + part.arrivals),
         Int64(base + part.queue if isinstance(part.shape, HopperShape) else 0),
-        batch_invariant,
-        pdl=pdl,
     )
 
 
@@ -197,13 +213,18 @@ def attend(
         if isinstance(part.shape, HopperShape):
             _attend_on_hopper(part, part.shape.name(storage), q, kv, metadata, out, sinks, pdl)
             continue
-        kernel(part.shape.stem, part.shape.name(storage))(
+        name, cascade = part.shape.name(storage), metadata.cascade_of(part)
+        prefixes: tuple[object, ...] = ()
+        if cascade is not None and isinstance(part.shape, Shape | HeadsShape):
+            name, prefixes = part.shape.cascade_name(storage), _prefix_arguments(cascade)
+        kernel(part.shape.stem, name)(
             part.num_shares,
             part.shape.threads,
             q,
             *kv.values,
             *_arguments(part, q, kv, metadata, metadata.block_tables, out, sinks),
             history_ready,
+            *prefixes,
             shared=part.shape.shared_bytes,
             pdl=pdl,
         )
@@ -317,12 +338,17 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     if head_dim in HEADS_HEAD_DIMS:
         shapes_of_any += [HeadsShape(head_dim, cached) for cached in cached_types]
     storage = _STORAGE_TYPES[dtype]
-    found = [("attention_plan", "plan"), ("attention_plan", "plan_dequantization")]
+    found = [("attention_plan", name) for name in ("plan", "plan_cascade", "plan_dequantization")]
     if head_dim in HOPPER_HEAD_DIMS:
         shapes_of_any.append(HopperShape(head_dim))
         byte_types = BYTE_TYPES if dtype == torch.bfloat16 else ()
         found += [("attention_dequantize", _dequantize_name(head_dim, one)) for one in byte_types]
     found += [(shape.stem, shape.name(storage)) for shape in shapes_of_any]
+    found += [
+        (shape.stem, shape.cascade_name(storage))
+        for shape in shapes_of_any
+        if isinstance(shape, Shape | HeadsShape) and shape.cascades
+    ]
     found += [
         ("attention", shape.rotating_name(storage, norms))
         for shape in shapes_of_any
@@ -330,6 +356,46 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
         for norms in (False, True)
     ]
     return found
+
+
+# ---------------------------------------------------------------- shared prefixes
+
+
+def _plan_cascade(
+    metadata: AttentionMetadata, part: Part, places: int, cascade: Cascade, pdl: bool
+) -> None:
+    """Plan a part of a step whose chunks may share prefixes."""
+    spec, tables = metadata.spec, metadata.block_tables
+    kernel("attention_plan", "plan_cascade")(
+        1,
+        _PLAN_THREADS,
+        *_plan_arguments(metadata, part, (spec.group, places), spec.window),
+        part.shape.heads,
+        tables,
+        tables.shape[1],
+        cascade.block_size.bit_length() - 1,
+        cascade.min_keys // PREFIX_KEYS,
+        max(1, -(-cascade.min_saved // PREFIX_KEYS)),
+        cascade.max_pieces,
+        cascade.prefixes,
+        cascade.members,
+        cascade.tokens,
+        cascade.arrived,
+        pdl=pdl,
+    )
+
+
+def _prefix_arguments(cascade: Cascade) -> tuple[object, ...]:
+    """The last arguments of a kernel that shares prefixes."""
+    return (
+        cascade.prefixes,
+        cascade.members,
+        cascade.tokens,
+        cascade.arrived,
+        cascade.sums,
+        cascade.states,
+        cascade.max_pieces * PREFIX_ROWS,
+    )
 
 
 # ---------------------------------------------------------------- Hopper
@@ -519,6 +585,8 @@ def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
         return None
     (part,) = metadata.parts
     shape = part.shape
+    if metadata.cascade_of(part) is not None:
+        raise ValueError("rope_attend does not share prefixes: leave cascade out")
     if not isinstance(shape, Shape):
         raise ValueError(
             f"{num_chunks} chunks of such heads: not supported by rope_attend, which lacks the "
@@ -545,6 +613,11 @@ def _check_layer(
         )
     _check_caches(kv, spec, q.dtype)
     kv.check_scales(q.dtype)
+    cascade = metadata.cascade
+    if cascade is not None and cascade.block_size != kv.values[0].shape[1]:
+        raise ValueError(
+            f"block_size is {kv.values[0].shape[1]}; that of the cascade is {cascade.block_size}"
+        )
     rows = (metadata.num_tokens, spec.num_heads, spec.head_dim)
     check("out", out.view(rows), rows, q.dtype)
     return storage

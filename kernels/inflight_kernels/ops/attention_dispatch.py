@@ -21,6 +21,13 @@ MAX_ROPE_CHUNKS = 2
 """With up to so many chunks, of a token each, `attention.rope_attend` is preferred where it is
 supported."""
 
+MIN_CASCADE_CHUNKS = 8
+"""With fewer chunks no prefix is shared: their steps are bound by latencies."""
+PREFIX_ROWS, PREFIX_KEYS = 64, 64
+"""Rows and keys of a tile of a shared prefix (attention_prefixes.cuh)."""
+MAX_PREFIXES = 4
+"""Shared prefixes of a step."""
+
 NO_LIMIT = 2**31 - 1
 """max_rows, or tokens of a chunk, without a bound."""
 
@@ -84,6 +91,15 @@ class Shape:
         """The kernel's name expression."""
         return f"attend<{self.type(storage)}>"
 
+    @property
+    def cascades(self) -> bool:
+        """Whether its kernel has a variant for shared prefixes: that for few rows."""
+        return self.rotates and self.warps_n * self.warps_m * 32 == 128
+
+    def cascade_name(self, storage: str) -> str:
+        """The name expression of that variant."""
+        return f"attend_cascade<{self.type(storage)}>"
+
     def rotating_name(self, storage: str, norms: bool) -> str:
         """The name expression of `rope_attend`."""
         return f"rope_attend<{self.type(storage)}, {'true' if norms else 'false'}>"
@@ -111,6 +127,7 @@ class HeadsShape:
     rows = 8  # per KV head
     keys = 16
     threads = 32 * heads
+    cascades = True  # as of a Shape
 
     @property
     def max_blocks(self) -> int:
@@ -125,11 +142,18 @@ class HeadsShape:
         row = _row_bytes(self.head_dim, self.cached)
         return self.heads * self.stages * 2 * self.keys * row
 
-    def name(self, storage: str) -> str:
-        """The kernel's name expression."""
+    def type(self, storage: str) -> str:
         last = _last_argument(self.cached)
         shape = f"{storage}, {self.head_dim}, {self.heads}, {self.stages}{last}"
-        return f"attend_heads<attention::HeadsShape<{shape}>>"
+        return f"attention::HeadsShape<{shape}>"
+
+    def name(self, storage: str) -> str:
+        """The kernel's name expression."""
+        return f"attend_heads<{self.type(storage)}>"
+
+    def cascade_name(self, storage: str) -> str:
+        """The name expression of its variant for shared prefixes."""
+        return f"attend_heads_cascade<{self.type(storage)}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +489,35 @@ def _choose_shapes(
     if num_chunks == 1:
         return [(many, 0, NO_LIMIT)]
     return [(few, 0, few.rows), (many, few.rows, NO_LIMIT)]
+
+
+def cascades(part: Part, num_chunks: int) -> bool:
+    """Whether the kernel of a part of a step, not batch-invariant, may share prefixes.
+
+    Args:
+        part: of a step without a window.
+        num_chunks: n of the step.
+    """
+    shape = part.shape
+    return (
+        num_chunks >= MIN_CASCADE_CHUNKS
+        and isinstance(shape, Shape | HeadsShape)
+        and shape.cascades
+    )
+
+
+def max_prefix_pieces(num_chunks: int, heads: Heads, gpu: Gpu) -> int:
+    """Pieces of shared prefixes that there is memory for, and that suffice for any step with at
+    most so many chunks.
+
+    A unit has at least one piece, and each prefix may end with a unit that is not full. Two pieces
+    for each block of threads suffice to keep all of them busy.
+    """
+    units = num_chunks // max(1, PREFIX_ROWS // heads.group) + MAX_PREFIXES
+    few, _, _ = shapes(heads.head_dim, gpu.shared_bytes, heads.cached)
+    of_heads = heads_shape(heads, gpu.shared_bytes)
+    blocks = max(num_blocks(shape, gpu) for shape in (few, of_heads) if shape is not None)
+    return max(units * heads.num_kv_heads, 2 * blocks)
 
 
 def max_workspace_bytes(

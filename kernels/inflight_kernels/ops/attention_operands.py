@@ -14,7 +14,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.attention_dispatch import HEAD_DIMS, Gpu, Heads, Part, parts
+from inflight_kernels.ops.attention_dispatch import (
+    HEAD_DIMS,
+    MAX_PREFIXES,
+    PREFIX_KEYS,
+    PREFIX_ROWS,
+    Gpu,
+    Heads,
+    Part,
+    cascades,
+    max_prefix_pieces,
+    parts,
+    shapes,
+)
 from inflight_kernels.ops.rope import QkNorm
 from inflight_kernels.runtime.launch import BYTE_TYPES, check, is_hopper, num_multiprocessors
 
@@ -160,6 +172,94 @@ class DequantizedKV:
 
 
 @dataclass(frozen=True, slots=True)
+class Cascade:
+    """Memory for the prefixes that chunks of one token share: keys and values of the same blocks at
+    the begin of their block tables are read once for many of them (attention_prefixes.cuh).
+
+    `plan` finds them on the device. Where too few keys are shared, results are bitwise those
+    without.
+
+    Attributes:
+        block_size: of the caches.
+        prefixes: [MAX_PREFIXES, 8] int32.
+        members: [n or more, 4] int32.
+        tokens: [n or more] int32.
+        arrived: [n or more, G] int32.
+        sums: [rows, D] float32, partial sums: PREFIX_ROWS for each piece of a prefix, then H for
+            each chunk.
+        states: [rows, 2] float32, their maxima and totals.
+        max_pieces: for which there are rows.
+        min_keys: of a prefix, a multiple of PREFIX_KEYS.
+        min_saved: keys of a prefix, times the chunks that share it but one.
+
+    Raises:
+        ValueError: min_keys or the block size is out of range.
+    """
+
+    block_size: int
+    prefixes: Tensor
+    members: Tensor
+    tokens: Tensor
+    arrived: Tensor
+    sums: Tensor
+    states: Tensor
+    max_pieces: int
+    min_keys: int = 2 * PREFIX_KEYS
+    min_saved: int = 1 << 14
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"block_size is {self.block_size}; allowed: {', '.join(map(str, BLOCK_SIZES))}"
+            )
+        if self.min_keys < PREFIX_KEYS or self.min_keys % PREFIX_KEYS:
+            raise ValueError(f"min_keys is {self.min_keys}; must be a multiple of {PREFIX_KEYS}")
+
+    @classmethod
+    def empty(
+        cls, max_chunks: int, block_size: int, spec: AttentionParams, device: torch.device
+    ) -> Cascade | None:
+        """For steps of up to so many chunks; None if no kernel shares prefixes."""
+        heads, gpu = spec.heads, current_gpu()
+        few, _, _ = shapes(spec.head_dim, gpu.shared_bytes, heads.cached)
+        if spec.window or spec.batch_invariant or not few.cascades or spec.group > few.rows:
+            return None
+        max_pieces = max_prefix_pieces(max_chunks, heads, gpu)
+        num_rows = max_pieces * PREFIX_ROWS + max_chunks * spec.num_heads
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        return cls(
+            block_size,
+            ints(MAX_PREFIXES, 8),
+            ints(max_chunks, 4),
+            ints(max_chunks),
+            ints(max_chunks, spec.num_kv_heads),
+            torch.empty(num_rows, spec.head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_rows, 2, dtype=torch.float32, device=device),
+            max_pieces,
+        )
+
+    def check_fits(self, spec: AttentionParams, num_chunks: int) -> None:
+        """Check the memory for a step of so many chunks.
+
+        Raises:
+            ValueError: it has the wrong shape or type.
+        """
+        most, pieces = len(self.members), self.max_pieces
+        if num_chunks > most or pieces < max_prefix_pieces(num_chunks, spec.heads, current_gpu()):
+            raise ValueError(f"cascade is for {most} chunks and {pieces} pieces; too few")
+        num_rows = pieces * PREFIX_ROWS + most * spec.num_heads
+        check("cascade.prefixes", self.prefixes, (MAX_PREFIXES, 8), torch.int32)
+        check("cascade.members", self.members, (most, 4), torch.int32)
+        check("cascade.tokens", self.tokens, (most,), torch.int32, False)
+        check("cascade.arrived", self.arrived, (most, spec.num_kv_heads), torch.int32, False)
+        check("cascade.sums", self.sums, (num_rows, spec.head_dim), torch.float32)
+        check("cascade.states", self.states, (num_rows, 2), torch.float32, False)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """The chunks of a step for all layers of one spec, validated.
 
@@ -176,6 +276,7 @@ class AttentionMetadata:
         dequantized: memory for the keys of all chunks of more than one token, rounded up to
             DEQUANTIZED_BLOCK for each. With it, chunks with many rows have a faster kernel if
             `attention.reads_dequantized`. It is overwritten by each layer.
+        cascade: memory for shared prefixes, which is overwritten by each layer; None to share none.
         parts: the launches of a layer, with the places of their plans; empty if there is nothing
             to compute.
 
@@ -192,6 +293,7 @@ class AttentionMetadata:
     max_q_len: int | None = None
     planned: bool = False
     dequantized: DequantizedKV | None = None
+    cascade: Cascade | None = None
     parts: tuple[Part, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -204,12 +306,21 @@ class AttentionMetadata:
 
         if self.dequantized is not None:
             self.dequantized.check_fits(spec, len(self.seq_lens))
+        if self.cascade is not None:
+            self.cascade.check_fits(spec, len(self.seq_lens))
         object.__setattr__(self, "parts", parts_of(self, find))
 
     @property
     def longest(self) -> int:
         """Upper bound of the tokens of a chunk."""
         return longest_of(self)
+
+    def cascade_of(self, part: Part) -> Cascade | None:
+        """The memory for shared prefixes of a part of the step; None if its kernel shares none."""
+        cascade, spec = self.cascade, self.spec
+        if cascade is None or spec.window or spec.batch_invariant:
+            return None
+        return cascade if cascades(part, len(self.seq_lens)) else None
 
 
 class PlannedStep(Protocol):

@@ -7,6 +7,7 @@ asked along the output itself: each token may be at most a near-tie below the be
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
 from inflight.models.layers import residual
 from inflight.sampling.params import SamplingParams
+from inflight_kernels.ops.attention_operands import Cascade
 from inflight_kernels.ops.linear import gemm
 from inflight_kernels.runtime import launch
 from inflight_kernels.runtime.compile import Cubin
@@ -239,6 +241,44 @@ def test_prefixes_that_are_in_the_cache(checkpoint: Checkpoint, teacher: Teacher
     check(teacher, inputs, first)
     check(teacher, inputs, {index - 100: ids for index, ids in again.items()})
     assert engine.scheduler.num_cached_tokens >= 14 * 160
+
+
+@pytest.mark.parametrize("settings", WAYS)
+def test_decodes_read_a_common_prefix_once(
+    checkpoint: Checkpoint,
+    teacher: Teacher,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cascades = watch_cascades(monkeypatch)
+    engine = make_engine(checkpoint, enable_prefix_caching=True, **settings)
+    common = (prompts(1, most=300, seed=5)[0] * 300)[:256]
+    inputs = [common + tail for tail in prompts(20, most=60)]
+    generate(engine, requests(inputs[:1], max_tokens=1, first_id=1000))
+    together = generate(engine, requests(inputs, max_tokens=64))
+    on_gpu = [cascade.prefixes for cascade in cascades if cascade.prefixes.is_cuda]
+    assert any(int(prefixes[0, 2]) > 1 for prefixes in on_gpu), "members of a prefix"
+    check(teacher, inputs, together)
+    for prompt in inputs[:5]:
+        alone = generate(engine, requests([prompt], max_tokens=64, first_id=2000))
+        check(teacher, [prompt], {0: alone[2000]})
+
+
+def watch_cascades(monkeypatch: pytest.MonkeyPatch) -> list[Cascade]:
+    """Share any prefix of 64 keys or more; the list receives the memory of each attention."""
+    found: list[Cascade] = []
+    make = Cascade.empty
+
+    def watched(*args: Any) -> Cascade | None:
+        cascade = make(*args)
+        if cascade is None:
+            return None
+        cascade = replace(cascade, min_keys=64, min_saved=64)
+        found.append(cascade)
+        return cascade
+
+    monkeypatch.setattr(Cascade, "empty", watched)
+    return found
 
 
 def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(checkpoint: Checkpoint) -> None:

@@ -189,16 +189,17 @@ def test_the_rows_that_a_lane_masks_are_those_it_holds():
 
 def test_every_shape_of_every_type_is_instantiated():
     counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
-    rotating = 2 * 4  # with and without norms, heads of 64, 96 and 128, which have two
+    # With and without norms, and with shared prefixes; heads of 64, 96 and 128, which have two.
+    of_few_rows = 3 * 4
     anywhere = 3 * 3 + 2
     for_small_memories = 1 + 2  # heads of 128 and 256
     types = 2 + 2  # with a cache of 8 bits, in bfloat16 only
     assert counts == {
-        "attention": types * (anywhere + for_small_memories + rotating),
-        "attention_heads": types * 3,
+        "attention": types * (anywhere + for_small_memories + of_few_rows),
+        "attention_heads": 2 * types * 3,
         "attention_hopper": 2 * 2,
         "attention_dequantize": 2 * 2,  # types of 8 bits, heads with a kernel for Hopper
-        "attention_plan": 2,
+        "attention_plan": 3,
     }
 
 
@@ -209,6 +210,7 @@ def test_whatever_a_gpu_takes_is_instantiated(shared_kib, head_dim):
     few, some, many = shapes(head_dim, shared_kib << 10)
     for storage in ("__nv_bfloat16", "__half"):
         assert {shape.name(storage) for shape in (few, some, many)} <= compiled
+        assert not few.cascades or few.cascade_name(storage) in compiled
     for cached in BYTE_TYPES.values():
         of_bytes = shapes(head_dim, shared_kib << 10, cached)
         assert {shape.name("__nv_bfloat16") for shape in of_bytes} <= compiled

@@ -5,7 +5,7 @@ Shapes: T tokens in n chunks, s rows of logits, B blocks in the longest block ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +19,14 @@ from inflight_kernels.ops.attention_operands import (
     AttentionMetadata,
     AttentionParams,
     AttentionWeights,
+    Cascade,
     DequantizedKV,
 )
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
+# Until a pass names that of the cache.
+_BLOCK_SIZE = 16
 # Keys of prompts that are dequantised at once, in full steps: more than a step's own tokens, as
 # earlier chunks and cached prefixes count too. A step with more of them has a slower kernel.
 _DEQUANTIZED_STEPS = 4
@@ -160,9 +163,24 @@ class Attention:
             self._dequantized = DequantizedKV.empty(
                 most_keys, max_rows, self._params, self._cos.device
             )
+        self._cascade = Cascade.empty(max_rows, _BLOCK_SIZE, self._params, self._cos.device)
 
-    def begin(self, rows: ForwardInputs, size: StepSize, table_index: int = 0) -> AttentionPass:
-        """Launch the planning of a pass, which all its layers use; they share that block table."""
+    def begin(
+        self,
+        rows: ForwardInputs,
+        size: StepSize,
+        table_index: int = 0,
+        block_size: int | None = None,
+    ) -> AttentionPass:
+        """Launch the planning of a pass, which all its layers use; they share that block table.
+
+        Args:
+            rows: of the pass.
+            size: of the pass.
+            table_index: of the block table.
+            block_size: of the cache, to read prefixes that sequences share once for all of them;
+                None to read those of each sequence.
+        """
         params, table = self._params, rows.tables[table_index]
         num_tokens, num_chunks, max_q_len = size.num_tokens, size.num_chunks, size.max_q_len
         dequantized, keys = self._dequantized, size.prompt_keys
@@ -178,6 +196,7 @@ class Attention:
             max_q_len,
             planned=True,
             dequantized=dequantized,
+            cascade=self._cascade_for(block_size),
         )
         attention.plan(metadata, pdl=True)
         # Pure decode: RoPE is fused into attention, and q is not written separately.
@@ -196,6 +215,14 @@ class Attention:
         positions, slot_mapping = rows.positions[:num_tokens], table.slot_mapping[:num_tokens]
         inputs = RopeInputs(positions, slot_mapping, self._cos, self._sin)
         return AttentionPass(metadata, inputs, rotates)
+
+    def _cascade_for(self, block_size: int | None) -> Cascade | None:
+        """The memory for shared prefixes, for a cache with such blocks."""
+        if self._cascade is None or block_size is None:
+            return None
+        if self._cascade.block_size != block_size:
+            self._cascade = replace(self._cascade, block_size=block_size)
+        return self._cascade
 
 
 @dataclass(slots=True)

@@ -84,8 +84,15 @@ class LatentAttention:
         self.sums = buffer(spec.num_heads, self.latent.rank)
         self.queries = buffer(spec.num_heads * self.latent.qk_dim if self.latent.q_rank else 0)
 
-    def begin(self, inputs: ForwardInputs, size: StepSize, table_index: int = 0) -> LatentPass:
-        """Launch the planning of a pass, which all its layers use; they share that block table."""
+    def begin(
+        self,
+        inputs: ForwardInputs,
+        size: StepSize,
+        table_index: int = 0,
+        block_size: int | None = None,
+    ) -> LatentPass:
+        """Launch the planning of a pass, which all its layers use; they share that block table. No
+        prefix is shared, so the block size is not needed."""
         table, num_tokens, num_chunks = inputs.tables[table_index], size.num_tokens, size.num_chunks
         metadata = attention.LatentMetadata(
             self._params,

@@ -10,11 +10,36 @@
 // not be written yet, and everything else is read before that kernel has ended. `rope_attend` reads
 // the qkv projection directly, for one token per chunk, and saves the kernel in between.
 
+#include "attention/attention_cascade.cuh"
 #include "attention/attention_source.cuh"
 #include "attention/attention_tile.cuh"
 #include "attention/attention_work.cuh"
 
 namespace attention {
+
+// Stores four columns of the sums over a member's own keys.
+template <class S>
+__device__ __forceinline__ void leave_own(const Arguments<typename S::Element>& args,
+                                          const PrefixMemory& memory, const Member& member,
+                                          int kv_head, int row, int column, const Merged& merged) {
+    const long long place =
+        memory.own_row + member.place * args.num_heads + kv_head * args.group + row;
+    *reinterpret_cast<float4*>(memory.sums + place * S::HEAD_DIM + column) = merged.sums;
+    if (column == 0) memory.states[place] = make_float2(merged.max, merged.total);
+}
+
+// For a block that stored these sums: merges them with those of the pieces if all are there.
+template <class S>
+__device__ __forceinline__ void merge_if_last(const Arguments<typename S::Element>& args,
+                                              const PrefixMemory& memory, const Member& member,
+                                              const Unit& unit) {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = arrive_last(memory, member, unit.head, args.num_kv_heads);
+    __syncthreads();
+    if (is_last)
+        merge_member<S::HEAD_DIM, S::THREADS, 1>(args, memory, member, unit.head, threadIdx.x);
+}
 
 // Process a share. Each iteration starts the copy of a tile and multiplies the tile whose copy was
 // started STAGES - 1 iterations before; if nothing is in flight yet, iterations before the first
@@ -22,10 +47,13 @@ namespace attention {
 //
 // For the first unit, history_ready data is read before the preceding kernels have ended: all keys
 // except those of this step's tokens.
-template <class S, class Source>
+//
+// If it CASCADES, sequences may have prefixes.
+template <class S, bool CASCADES, class Source>
 __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& args, Source source,
-                                         const Item* items, const Share* shares, int* arrivals,
-                                         float* slots, bool history_ready) {
+                                         const Item* items, const Share& share, int* arrivals,
+                                         float* slots, bool history_ready,
+                                         const PrefixMemory& prefixes) {
     using T = typename S::Element;
     constexpr bool CROSSES_UNITS = TileProducer<S, Source::ROTATES>::CROSSES_UNITS;
     extern __shared__ __align__(16) unsigned char memory[];
@@ -36,8 +64,6 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     const int warp_m = warp % S::WARPS_M;
     const int warp_n = warp / S::WARPS_M;
 
-    if (!history_ready) pdl_wait();
-    const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
         // If no block waited, the next kernel's wait could return before the preceding kernels have
         // ended.
@@ -65,7 +91,18 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
         __syncthreads();  // all warps are done with the tile
         store_state<S>(sums, states, state, done.num_rows, warp_m, warp_n);
         __syncthreads();
-        finish_unit<S>(args, done, share, sums, states, Slots<S>(slots), arrivals);
+        Member member = {};
+        if constexpr (CASCADES) member = member_of<S>(prefixes, done, share);
+        const bool emitted = finish_unit<S>(done, share, sums, states, Slots<S>(slots), arrivals,
+                                            [&](int row, int column, const Merged& merged) {
+                                                if (CASCADES && member.pieces > 0)
+                                                    leave_own<S>(args, prefixes, member, done.head,
+                                                                 row, column, merged);
+                                                else
+                                                    write_out<S>(args, done, row, column, merged);
+                                            });
+        if (CASCADES && member.pieces > 0 && emitted)
+            merge_if_last<S>(args, prefixes, member, done);
         __syncthreads();  // all sums are read
     };
 
@@ -208,7 +245,37 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
                                               num_kv_heads, scale, soft_cap, window, sinks);
-    mainloop<S>(args, InPlace<S>(), items, shares, arrivals, slots, history_ready);
+    if (!history_ready) pdl_wait();
+    mainloop<S, false>(args, InPlace<S>(), items, load_l2(shares + blockIdx.x), arrivals, slots,
+                       history_ready, {});
+}
+
+// The same for a plan of `plan_cascade`, with the memory of its prefixes (attention_prefixes.cuh).
+// Rows have group <= ROWS.
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, S::HEAD_DIM == 64 ? 3 : 2)
+    attend_cascade(const typename S::Element* q, const typename S::Element* k_cache,
+                   const typename S::Element* v_cache, typename S::Element* out,
+                   const int* block_tables, long long q_stride, long long block_stride,
+                   int table_stride, int block_shift, int num_heads, int num_kv_heads, float scale,
+                   float soft_cap, int window, const float* sinks, const attention::Item* items,
+                   const attention::Share* shares, int* arrivals, float* slots, bool history_ready,
+                   const attention::Prefix* prefixes, const attention::Member* members,
+                   const int* tokens, int* arrived, float* prefix_sums, float2* prefix_states,
+                   int own_row) {
+    using namespace attention;
+    const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window, sinks);
+    const PrefixMemory memory = {prefixes,    members,       tokens, arrived,
+                                 prefix_sums, prefix_states, own_row};
+    if (!history_ready) pdl_wait();
+    const Share share = load_l2(shares + blockIdx.x);
+    if (share.prefix_pieces > 0) {
+        attend_pieces<PieceShape<S, S::STAGES>>(args, memory, share.prefix_pieces);
+        __syncthreads();  // all tiles are read
+    }
+    mainloop<S, true>(args, InPlace<S>(), items, share, arrivals, slots, history_ready, memory);
 }
 
 // Fused `rope_write_kv` of rope.cu and `attend`, for chunks of one token each.
@@ -231,5 +298,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                                               num_kv_heads, scale, soft_cap, window, sinks);
     const Projection<typename S::Element> projection = {
         k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight, eps};
-    mainloop<S>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots, history_ready);
+    if (!history_ready) pdl_wait();
+    mainloop<S, false>(args, Rotated<S, NORM>(projection), items, load_l2(shares + blockIdx.x),
+                       arrivals, slots, history_ready, {});
 }

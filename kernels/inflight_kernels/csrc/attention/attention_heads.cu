@@ -9,6 +9,7 @@
 // the next one, and of the sums the columns lane / 4 and lane / 4 + 8 of each 16, for the same
 // rows.
 
+#include "attention/attention_cascade.cuh"
 #include "attention/attention_work.cuh"
 
 namespace attention {
@@ -33,6 +34,7 @@ struct HeadsShape {
     static constexpr int KEYS = 16;
     static constexpr int COPY_KEYS = KEYS;
     static constexpr bool CROSSES_UNITS = true;
+    static constexpr int PIECE_STAGES = 3;  // of pieces of prefixes, in the memory of its own tiles
 
     static constexpr int CHUNKS = HEAD_DIM / 8;
     static constexpr int PITCH = HEAD_DIM + 8;
@@ -258,31 +260,39 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
         }
 }
 
-// Stores the partial sums of a split unit in a slot; merges the slots if this warp is the last one
-// of its head to arrive.
+// Stores the sums of this warp's rows, consecutive from these places on.
 template <class S>
-__device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>& args,
-                                           const Unit& unit, const Share& share,
-                                           const HeadState<S>& state, const Slots<S>& slots,
-                                           int* arrivals) {
+__device__ __forceinline__ void store_rows(float* sums, float2* states, const HeadState<S>& state,
+                                           int num_rows) {
     const int lane = threadIdx.x % 32;
-    const int slot = Slots<S>::own(unit);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float total = sum_over_keys(state.total[r]);
         const int row = lane % 4 * 2 + r;
-        if (row < unit.num_rows) {
-            if (lane < 4) *slots.state(slot, row) = make_float2(state.max[r], total);
+        if (row < num_rows) {
+            if (lane < 4) states[row] = make_float2(state.max[r], total);
             // Columns lane / 4 and lane / 4 + 8 of each 16, or 2 * (lane / 4) and the next one.
             constexpr int LANE_STEP = S::QUANTIZED ? 2 : 1, HALF_STEP = S::QUANTIZED ? 1 : 8;
-            float* const sums = slots.row(slot, row) + lane / 4 * LANE_STEP;
+            float* const own = sums + row * S::HEAD_DIM + lane / 4 * LANE_STEP;
 #pragma unroll
             for (int column = 0; column < S::HEAD_DIM / 16; ++column)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    sums[column * 16 + half * HALF_STEP] = state.sums[column][2 * half + r];
+                    own[column * 16 + half * HALF_STEP] = state.sums[column][2 * half + r];
         }
     }
+}
+
+// Stores the partial sums of a split unit in a slot; merges the slots, and hands the rows to
+// emit(row, column, merged), if this warp is the last one of its head to arrive. Returns whether it
+// is.
+template <class S, class Emit>
+__device__ __forceinline__ bool leave_rows(const Unit& unit, const Share& share,
+                                           const HeadState<S>& state, const Slots<S>& slots,
+                                           int* arrivals, const Emit& emit) {
+    const int lane = threadIdx.x % 32;
+    const int slot = Slots<S>::own(unit);
+    store_rows(slots.row(slot, 0), slots.state(slot, 0), state, unit.num_rows);
     const Blocks blocks(unit, share);
     bool is_last = false;
     __syncwarp();
@@ -291,37 +301,68 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
         is_last = ptx::count_arrival(arrived) == blocks.last - blocks.first;
         if (is_last) *arrived = 0;  // for the next launch with this plan
     }
-    if (__shfl_sync(FULL_WARP, is_last, 0))
-        merge_slots<S, 32>(args, unit, slots, blocks, 0, unit.num_rows, lane);
+    is_last = __shfl_sync(FULL_WARP, is_last, 0);
+    if (is_last) merge_slots<S, 32>(slots, blocks, 0, unit.num_rows, lane, emit);
+    return is_last;
 }
 
-}  // namespace attention
-
-// Attention of the chunks selected by `plan`, with the same unit_rows = ROWS, unit_keys = KEYS,
-// num_kv_heads = G / HEADS, window and number of shares = blocks. G is a multiple of HEADS.
-//
-//   arguments as of `attend` in attention.cu, except
-//   slots 2 * gridDim.x * HEADS * ROWS * (D + 2) floats of scratch
+// Ends a unit, whose rows are written, or left for the merge.
 template <class S>
-__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
-    attend_heads(const typename S::Element* q, const typename S::Element* k_cache,
-                 const typename S::Element* v_cache, typename S::Element* out,
-                 const int* block_tables, long long q_stride, long long block_stride,
-                 int table_stride, int block_shift, int num_heads, int num_kv_heads, float scale,
-                 float soft_cap, int window, const float* sinks, const attention::Item* items,
-                 const attention::Share* shares, int* arrivals, float* slots, bool history_ready) {
-    using namespace attention;
+__device__ __forceinline__ void finish_rows(const Arguments<typename S::Element>& args,
+                                            const Unit& unit, const Share& share,
+                                            const HeadState<S>& state, const Slots<S>& slots,
+                                            int* arrivals) {
+    if (unit.whole())
+        write_rows(args, unit, state);
+    else
+        leave_rows(unit, share, state, slots, arrivals,
+                   [&](int row, int column, const Merged& merged) {
+                       write_out<S>(args, unit, row, column, merged);
+                   });
+}
+
+// The same for a member of a prefix: its sums are merged with those of the pieces, by this warp if
+// all of them are there.
+template <class S>
+__device__ __forceinline__ void finish_own_rows(const Arguments<typename S::Element>& args,
+                                                const Unit& unit, const Share& share,
+                                                const HeadState<S>& state, const Slots<S>& slots,
+                                                int* arrivals, const PrefixMemory& memory,
+                                                const Member& member) {
+    const int head = S::kv_head(unit);
+    const long long place = memory.own_row + member.place * args.num_heads + head * args.group;
+    float* const sums = memory.sums + place * S::HEAD_DIM;
+    float2* const states = memory.states + place;
+    if (unit.whole()) {
+        store_rows(sums, states, state, unit.num_rows);
+    } else {
+        const bool is_left = leave_rows(
+            unit, share, state, slots, arrivals, [&](int row, int column, const Merged& merged) {
+                *reinterpret_cast<float4*>(sums + row * S::HEAD_DIM + column) = merged.sums;
+                if (column == 0) states[row] = make_float2(merged.max, merged.total);
+            });
+        if (!is_left) return;
+    }
+    bool is_last = false;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) is_last = arrive_last(memory, member, head, args.num_kv_heads);
+    if (__shfl_sync(FULL_WARP, is_last, 0))
+        merge_member<S::HEAD_DIM, 32, S::QUANTIZED ? 2 : 4>(args, memory, member, head,
+                                                            threadIdx.x % 32);
+}
+
+// Processes a share. If it CASCADES, its sequences may have prefixes.
+template <class S, bool CASCADES>
+__device__ __forceinline__ void process_share(const Arguments<typename S::Element>& args,
+                                              const Item* items, const Share& share, int* arrivals,
+                                              float* slots, bool history_ready,
+                                              const PrefixMemory& prefixes) {
     using T = typename S::Element;
-    const Arguments<T> args(q, k_cache, v_cache, out, block_tables, q_stride, block_stride,
-                            table_stride, block_shift, num_heads, num_kv_heads, scale, soft_cap,
-                            window, sinks);
     const int warp = threadIdx.x / 32;
     extern __shared__ __align__(16) unsigned char memory[];
     T* const tiles = reinterpret_cast<T*>(memory) + warp * S::STAGES * 2 * S::TILE;
     const Slots<S> own_slots(slots, warp * S::ROWS);
 
-    if (!history_ready) pdl_wait();
-    const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
         // If no block waited, the next kernel's wait could return before the preceding kernels have
         // ended.
@@ -398,10 +439,82 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             work.next(args);
             load_row(row, args, work.unit);  // arrives while the sums are written
         }
-        if (unit.whole())
-            write_rows(args, unit, state);
+        Member member = {};
+        if constexpr (CASCADES) member = member_of<S>(prefixes, unit, share);
+        if (CASCADES && member.pieces > 0)
+            finish_own_rows(args, unit, share, state, own_slots, arrivals, prefixes, member);
         else
-            leave_rows(args, unit, share, state, own_slots, arrivals);
+            finish_rows(args, unit, share, state, own_slots, arrivals);
         if (is_over) return;
     }
+}
+
+// Processes a block's share and its pieces, if there are any. Half of the blocks begin with the
+// share. Two blocks or more are on a multiprocessor: while one multiplies the queries of a prefix,
+// which is bound by arithmetic, another one reads own keys, which is bound by the memory.
+template <class Own, class Pieces>
+__device__ __forceinline__ void process_both(const Share& share, const Own& own,
+                                             const Pieces& pieces) {
+    const bool cascades = share.prefix_pieces > 0;
+    const int turns = cascades ? 2 : 1;
+    const int of_pieces = cascades && blockIdx.x < gridDim.x / 2 ? 0 : 1;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+        if (turn > 0) __syncthreads();  // all tiles are read, by all warps
+        if (turn == of_pieces)
+            pieces();
+        else
+            own();
+    }
+}
+
+}  // namespace attention
+
+// Attention of the chunks selected by `plan`, with the same unit_rows = ROWS, unit_keys = KEYS,
+// num_kv_heads = G / HEADS, window and number of shares = blocks. G is a multiple of HEADS.
+//
+//   arguments as of `attend` in attention.cu, except
+//   slots 2 * gridDim.x * HEADS * ROWS * (D + 2) floats of scratch
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
+    attend_heads(const typename S::Element* q, const typename S::Element* k_cache,
+                 const typename S::Element* v_cache, typename S::Element* out,
+                 const int* block_tables, long long q_stride, long long block_stride,
+                 int table_stride, int block_shift, int num_heads, int num_kv_heads, float scale,
+                 float soft_cap, int window, const float* sinks, const attention::Item* items,
+                 const attention::Share* shares, int* arrivals, float* slots, bool history_ready) {
+    using namespace attention;
+    const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window, sinks);
+    if (!history_ready) pdl_wait();
+    const Share share = load_l2(shares + blockIdx.x);
+    process_share<S, false>(args, items, share, arrivals, slots, history_ready, {});
+}
+
+// The same for a plan of `plan_cascade`, with the memory of its prefixes (attention_prefixes.cuh).
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
+    attend_heads_cascade(const typename S::Element* q, const typename S::Element* k_cache,
+                         const typename S::Element* v_cache, typename S::Element* out,
+                         const int* block_tables, long long q_stride, long long block_stride,
+                         int table_stride, int block_shift, int num_heads, int num_kv_heads,
+                         float scale, float soft_cap, int window, const float* sinks,
+                         const attention::Item* items, const attention::Share* shares,
+                         int* arrivals, float* slots, bool history_ready,
+                         const attention::Prefix* prefixes, const attention::Member* members,
+                         const int* tokens, int* arrived, float* prefix_sums, float2* prefix_states,
+                         int own_row) {
+    using namespace attention;
+    const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window, sinks);
+    const PrefixMemory memory = {prefixes,    members,       tokens, arrived,
+                                 prefix_sums, prefix_states, own_row};
+    if (!history_ready) pdl_wait();
+    const Share share = load_l2(shares + blockIdx.x);
+    process_both(
+        share,
+        [&] { process_share<S, true>(args, items, share, arrivals, slots, history_ready, memory); },
+        [&] { attend_pieces<PieceShape<S, S::PIECE_STAGES>>(args, memory, share.prefix_pieces); });
 }

@@ -218,8 +218,10 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
     hopper::named_barrier_sync<128>(1 + group);
     if (!is_last[group]) return;
     __threadfence();
-    merge_slots<S, 128>(args, unit, slots, blocks, begin,
-                        min(begin + S::GROUP_ROWS, unit.num_rows), thread);
+    merge_slots<S, 128>(slots, blocks, begin, min(begin + S::GROUP_ROWS, unit.num_rows), thread,
+                        [&](int row, int column, const Merged& merged) {
+                            write_out<S>(args, unit, row, column, merged);
+                        });
 }
 
 // A consumer warpgroup: rows [64 * group, 64 * group + 64) of all units of the block.

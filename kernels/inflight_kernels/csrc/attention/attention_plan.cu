@@ -5,52 +5,12 @@
 // Items are laid end to end and split into shares of equal length (Stream-K, arXiv:2301.03598), or
 // at the ends of units if that costs little, or each unit into pieces of equal size.
 
+#include "attention/attention_plan_block.cuh"
+#include "attention/attention_prefix_search.cuh"
 #include "attention/attention_units.cuh"
 #include "common.cuh"
 
 namespace attention {
-
-// Inclusive scan over the block's threads; `total` is the sum of all, for every thread.
-template <int THREADS>
-__device__ __noinline__ int scan(int value, int& total) {
-    static_assert(THREADS == 1024, "a warp scans the warps");
-    __shared__ int warp_totals[32];
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const auto scan_warp = [&](int x) {
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int other = __shfl_up_sync(FULL_WARP, x, distance);
-            if (lane >= distance) x += other;
-        }
-        return x;
-    };
-    value = scan_warp(value);
-    if (lane == 31) warp_totals[warp] = value;
-    __syncthreads();
-    const int upto = scan_warp(warp_totals[lane]);
-    const int before = __shfl_sync(FULL_WARP, upto, max(warp - 1, 0));
-    total = __shfl_sync(FULL_WARP, upto, 31);
-    __syncthreads();
-    return value + (warp == 0 ? 0 : before);
-}
-
-// The last of `count` ascending numbers start(0) = 0, start(1), ... that is at most `wanted`.
-template <class Start>
-__device__ __forceinline__ int last_at_most(int wanted, int count, const Start& start) {
-    int low = 0, high = count;
-#pragma unroll 1
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (start(middle) <= wanted)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-constexpr int PLAN_THREADS = 1024;
 
 // Sorts item_at(0), ..., item_at(count - 1) by descending length, stably: a counting sort by tiles.
 // If the longest has more tiles than there are threads, nearly equal lengths count as equal.
@@ -117,19 +77,6 @@ __device__ __forceinline__ int piece_size(const Item* items, int num_items, int 
     return smallest;
 }
 
-// The maximum of a number per thread, or 0.
-__device__ __forceinline__ int block_max(int number) {
-    __shared__ int largest;
-    if (threadIdx.x == 0) largest = 0;
-    __syncthreads();
-    number = __reduce_max_sync(FULL_WARP, number);
-    if (threadIdx.x % 32 == 0) atomicMax(&largest, number);
-    __syncthreads();
-    const int found = largest;
-    __syncthreads();
-    return found;
-}
-
 // The fewest heads that give each block twice the tiles of the longest unit, so that the queue,
 // which restarts with long units for the last heads, ends with short ones for all blocks.
 __device__ __forceinline__ int heads_at_once(int longest, int num_tiles, int num_kv_heads,
@@ -154,33 +101,28 @@ __device__ __forceinline__ int queue_time(const Item* items, int units, int num_
     return max(longest, turns - longest / 2);
 }
 
-}  // namespace attention
-
-using attention::PLAN_THREADS;
-
-// Splits the step's chunks into items and shares. Handles only chunks with more than min_rows and
-// at most max_rows rows, so that short and long chunks can have different kernels. One block of
-// PLAN_THREADS threads.
-//
-//   query_start [n + 1], seq_lens [n]   as of `attend`; n chunks
-//   first_item [n + 1]                  scratch
-//   items [capacity]                    at least n + rows / unit_rows
-//   shares [num_shares], arrivals [4 * num_shares]   arrivals become 0
-//   queue   for a kernel that can process whole units; items are then sorted by descending length.
-//           May be null.
-//   whole   shares end where units end, so that results do not depend on the rest of the step
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
-    plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
-         int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
-         int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
-         attention::Queue* queue, bool whole) {
-    using namespace attention;
+// Of `plan`, or of `plan_cascade` if it CASCADES.
+template <bool CASCADES>
+__device__ __forceinline__ void plan_step(const int* query_start, const int* seq_lens, int n,
+                                          int group, int num_kv_heads, int unit_rows, int unit_keys,
+                                          int window, int min_rows, int max_rows, int num_shares,
+                                          int* first_item, Item* items, Share* shares,
+                                          int* arrivals, Queue* queue, bool whole,
+                                          int heads_per_unit, const PrefixSearch& search) {
     pdl_wait();
     pdl_launch_dependents();
     const int thread = threadIdx.x;
     // Offsets of the chunks, later of the items, if they are few enough for shared memory.
     __shared__ int begins[PLAN_THREADS];
     const bool few_chunks = n <= PLAN_THREADS;
+    int prefix_pieces = 0;
+    int* prefix_tiles = nullptr;
+    if constexpr (CASCADES) {
+        __shared__ int tiles[PLAN_THREADS];
+        prefix_tiles = tiles;
+        prefix_pieces = find_prefixes(search, query_start, seq_lens, n, group,
+                                      num_kv_heads * heads_per_unit, num_shares, tiles);
+    }
     int num_items = 0;
 #pragma unroll 1
     for (int base = 0; base < n; base += PLAN_THREADS) {
@@ -212,6 +154,9 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         const int lowest = history + item.first_row / group;
         const int highest = history + last_row / group;
         item.kv_begin = max(0, lowest - window + 1) / unit_keys;
+        if (CASCADES && item.sequence < PLAN_THREADS)
+            item.kv_begin =
+                max(item.kv_begin, prefix_tiles[item.sequence] * PREFIX_KEYS / unit_keys);
         // A row without keys still has a tile, because it must be written.
         item.kv_tiles = max(1, highest / unit_keys + 1 - item.kv_begin);
         return item;
@@ -275,6 +220,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 #pragma unroll 1
     for (int share = thread; share < 4 * num_shares; share += PLAN_THREADS) arrivals[share] = 0;
 
+    Share no_share = {};
+    no_share.prefix_pieces = prefix_pieces;
     const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
     const int tolerable = even + even / 16 + 2;
     bool at_units = whole;
@@ -293,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                 __syncthreads();
 #pragma unroll 1
                 for (int share = thread; share < num_shares; share += PLAN_THREADS) {
-                    shares[share] = {};
+                    shares[share] = no_share;
                     if (share >= total) continue;
                     const int k = item_of(share);
                     const Item& item = items[k];
@@ -307,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                                      num_tiles,
                                      from / piece,
                                      own_pieces,
-                                     0,
+                                     prefix_pieces,
                                      0,
                                      item};
                 }
@@ -327,11 +274,58 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         const int begin = at_units ? unit_border(share) : share_begin(share, num_tiles, num_shares);
         const int end =
             at_units ? unit_border(share + 1) : share_begin(share + 1, num_tiles, num_shares);
-        shares[share] = {};
+        shares[share] = no_share;
         if (begin == end) continue;
         const int k = item_of(begin);
-        shares[share] = {begin, end, k, num_tiles, 0, 0, 0, 0, items[k]};
+        shares[share] = {begin, end, k, num_tiles, 0, 0, prefix_pieces, 0, items[k]};
     }
+}
+
+}  // namespace attention
+
+using attention::PLAN_THREADS;
+
+// Splits the step's chunks into items and shares. Handles only chunks with more than min_rows and
+// at most max_rows rows, so that short and long chunks can have different kernels. One block of
+// PLAN_THREADS threads.
+//
+//   query_start [n + 1], seq_lens [n]   as of `attend`; n chunks
+//   first_item [n + 1]                  scratch
+//   items [capacity]                    at least n + rows / unit_rows
+//   shares [num_shares], arrivals [4 * num_shares]   arrivals become 0
+//   queue   for a kernel that can process whole units; items are then sorted by descending length.
+//           May be null.
+//   whole   shares end where units end, so that results do not depend on the rest of the step
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
+    plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
+         int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
+         int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
+         attention::Queue* queue, bool whole) {
+    attention::plan_step<false>(query_start, seq_lens, n, group, num_kv_heads, unit_rows, unit_keys,
+                                window, min_rows, max_rows, num_shares, first_item, items, shares,
+                                arrivals, queue, whole, 1, {});
+}
+
+// The same for `attend_cascade` and `attend_heads_cascade`: a prefix that chunks of one token share
+// is not among their items, if enough keys need not be read (attention_prefixes.cuh). There is no
+// window, and group is at most PREFIX_ROWS.
+//
+//   heads_per_unit   KV heads, of units that are not of a prefix
+//   block_tables [n, table_stride]
+//   the other arguments   of PrefixSearch
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
+    plan_cascade(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
+                 int unit_rows, int unit_keys, int window, int min_rows, int max_rows,
+                 int num_shares, int* first_item, attention::Item* items, attention::Share* shares,
+                 int* arrivals, attention::Queue* queue, int heads_per_unit,
+                 const int* block_tables, int table_stride, int block_shift, int min_tiles,
+                 int min_saved, int max_pieces, attention::Prefix* prefixes,
+                 attention::Member* members, int* tokens, int* arrived) {
+    attention::plan_step<true>(query_start, seq_lens, n, group, num_kv_heads, unit_rows, unit_keys,
+                               window, min_rows, max_rows, num_shares, first_item, items, shares,
+                               arrivals, queue, false, heads_per_unit,
+                               {block_tables, table_stride, block_shift, min_tiles, min_saved,
+                                max_pieces, prefixes, members, tokens, arrived});
 }
 
 // Lists the blocks that attention_dequantize.cu fills, with the keys of each chunk of more than

@@ -531,13 +531,13 @@ __device__ __forceinline__ void store_state(float* sums, float2* states, const S
         }
 }
 
-// Reduces the warps' sums and writes the rows, to `out` or, if the unit is split, to a slot; merges
-// the slots if this is the last block of the unit to arrive.
-template <class S>
-__device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>& args,
-                                            const Unit& unit, const Share& share, const float* sums,
+// Reduces the warps' sums and hands the rows to emit(row, column, merged), four columns at a time;
+// if the unit is split, stores them in a slot, and merges the slots if this is the last block of
+// the unit to arrive. Returns whether the rows were emitted.
+template <class S, class Emit>
+__device__ __forceinline__ bool finish_unit(const Unit& unit, const Share& share, const float* sums,
                                             const float2* states, const Slots<S>& slots,
-                                            int* arrivals) {
+                                            int* arrivals, const Emit& emit) {
     constexpr int QUARTERS = S::HEAD_DIM / 4;
     const bool whole = unit.whole();
     const int own_slot = Slots<S>::own(unit);
@@ -556,13 +556,13 @@ __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>
                        *reinterpret_cast<const float4*>(sums + place * S::FLOAT_PITCH + column));
         }
         if (whole) {
-            write_out<S>(args, unit, row, column, merged);
+            emit(row, column, merged);
         } else {
             *reinterpret_cast<float4*>(slots.row(own_slot, row) + column) = merged.sums;
             if (column == 0) *slots.state(own_slot, row) = make_float2(merged.max, merged.total);
         }
     }
-    if (whole) return;
+    if (whole) return true;
 
     const Blocks blocks(unit, share);
     __shared__ bool is_last;
@@ -573,8 +573,8 @@ __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>
         if (is_last) *arrived = 0;  // for the next launch with this plan
     }
     __syncthreads();
-    if (is_last)
-        merge_slots<S, S::THREADS>(args, unit, slots, blocks, 0, unit.num_rows, threadIdx.x);
+    if (is_last) merge_slots<S, S::THREADS>(slots, blocks, 0, unit.num_rows, threadIdx.x, emit);
+    return is_last;
 }
 
 }  // namespace attention

@@ -36,12 +36,13 @@ struct Item {
 };
 
 struct Share {
-    int begin, end;  // tiles
-    int item;        // that holds tile `begin`
-    int total;       // tiles of the step
-    int piece;       // of its unit, if units are cut into pieces
-    int pieces;      // of its unit; 0 if they are not
-    int unused[2];
+    int begin, end;     // tiles
+    int item;           // that holds tile `begin`
+    int total;          // tiles of the step
+    int piece;          // of its unit, if units are cut into pieces
+    int pieces;         // of its unit; 0 if they are not
+    int prefix_pieces;  // of the step, for all blocks together; see attention_prefixes.cuh
+    int unused;
     Item first;  // a copy of the item, to avoid two dependent reads
 };
 
@@ -227,18 +228,24 @@ __device__ __forceinline__ typename S::Element* out_row(const Arguments<typename
     return args.out + (token * args.num_heads + query.head) * S::HEAD_DIM;
 }
 
-// Writes four columns of a row of `out`; zeros for a row without keys.
+// Writes four columns of a head of `out`; zeros for a row without keys.
+template <typename T>
+__device__ __forceinline__ void write_columns(const Arguments<T>& args, T* columns, int head,
+                                              const Merged& merged) {
+    const float total = merged.total + sink_weight(args, head, merged.max);
+    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+    *reinterpret_cast<uint2*>(columns) =
+        make_uint2(ptx::pack<T>(merged.sums.x * inverse, merged.sums.y * inverse),
+                   ptx::pack<T>(merged.sums.z * inverse, merged.sums.w * inverse));
+}
+
+// The same of a row of a unit.
 template <class S>
 __device__ __forceinline__ void write_out(const Arguments<typename S::Element>& args,
                                           const Unit& unit, int row, int column,
                                           const Merged& merged) {
-    using T = typename S::Element;
     const Query query = query_of<S>(args, unit, row);
-    const float total = merged.total + sink_weight(args, query.head, merged.max);
-    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-    *reinterpret_cast<uint2*>(out_row<S>(args, unit, query) + column) =
-        make_uint2(ptx::pack<T>(merged.sums.x * inverse, merged.sums.y * inverse),
-                   ptx::pack<T>(merged.sums.z * inverse, merged.sums.w * inverse));
+    write_columns(args, out_row<S>(args, unit, query) + column, query.head, merged);
 }
 
 // Partial sums of blocks: two slots each, 2b for a unit that began in an earlier block, 2b + 1 for
@@ -284,11 +291,11 @@ struct Blocks {
     }
 };
 
-// Merges the slots of a unit and writes the rows [begin, end); `thread` is one of THREADS.
-template <class S, int THREADS>
-__device__ __forceinline__ void merge_slots(const Arguments<typename S::Element>& args,
-                                            const Unit& unit, const Slots<S>& slots,
-                                            const Blocks& blocks, int begin, int end, int thread) {
+// Merges the slots of a unit and hands the rows [begin, end) to emit(row, column, merged), four
+// columns at a time; `thread` is one of THREADS.
+template <class S, int THREADS, class Emit>
+__device__ __forceinline__ void merge_slots(const Slots<S>& slots, const Blocks& blocks, int begin,
+                                            int end, int thread, const Emit& emit) {
     constexpr int QUARTERS = S::HEAD_DIM / 4;
     // Loads in flight together: the L2 latency dominates here.
     constexpr int AT_ONCE = 8;
@@ -316,7 +323,7 @@ __device__ __forceinline__ void merge_slots(const Arguments<typename S::Element>
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) merged.add(states[i], parts[i]);
         }
-        write_out<S>(args, unit, row, column, merged);
+        emit(row, column, merged);
     }
 }
 
