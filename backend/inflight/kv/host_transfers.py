@@ -13,6 +13,7 @@ No step waits for a store: the scheduler lets nobody write to a block that is be
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -48,6 +49,8 @@ class HostTransfers:
                 f"kv_host_memory_bytes: {num_bytes} bytes cannot be page-locked ({error}); lower "
                 "it, or raise the limit of locked memory (ulimit -l)"
             ) from None
+        # It keeps the memory until then. A process that ends has no use for it.
+        weakref.finalize(self, host_memory.unlock_pages, self.blocks.memory).atexit = False
         self._parts = parts
         self._addresses = [part.data.data_ptr() for part in parts]
         self._loading = torch.cuda.Stream()  # type: ignore[no-untyped-call]

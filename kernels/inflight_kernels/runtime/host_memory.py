@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 
 def lock_pages(memory: Tensor) -> None:
-    """Page-lock the memory of a CPU tensor for as long as the process lives.
+    """Page-lock the memory of a CPU tensor, until `unlock_pages`, which must precede its end.
 
     Raises:
         HostMemoryError: the system does not allow that much.
@@ -35,6 +35,12 @@ def lock_pages(memory: Tensor) -> None:
     torch.cuda.current_stream()  # creates the context
     num_bytes = memory.numel() * memory.element_size()
     _check("cuMemHostRegister", driver.cuMemHostRegister(memory.data_ptr(), num_bytes, 0))
+
+
+def unlock_pages(memory: Tensor) -> None:
+    """End `lock_pages`, once all copies have ended; does nothing if the driver refuses."""
+    torch.cuda.synchronize()
+    driver.cuMemHostUnregister(memory.data_ptr())
 
 
 def to_device(host: Rows, device: Rows, row_bytes: int, num_rows: int) -> None:

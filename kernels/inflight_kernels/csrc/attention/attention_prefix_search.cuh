@@ -147,6 +147,8 @@ __device__ __forceinline__ int find_prefixes(const PrefixSearch& search, const i
     Member own = {0, 0, -1, 0};  // first_piece: index of its prefix, for now
     int num_prefixes = 0, num_members = 0;
     prefix_tiles[thread] = 0;
+    // Of any prefix. Sequences with equal hashes are mostly few, and then not worth a search.
+    const int longest = block_max(is_free ? seq_lens[thread] / PREFIX_KEYS : 0);
 #pragma unroll 1
     for (int turn = 0; turn < PREFIX_SEARCHES && num_prefixes < MAX_PREFIXES; ++turn) {
         votes[thread] = 0;
@@ -156,7 +158,7 @@ __device__ __forceinline__ int find_prefixes(const PrefixSearch& search, const i
         __syncthreads();
         const int own_votes = is_free ? votes[bucket] : 0;
         const int most = block_max(own_votes);
-        if (most < 2) break;
+        if (most < 2 || (most - 1) * longest < search.min_saved) break;
         if (own_votes == most) atomicMin(&leader, thread);
         __syncthreads();
         if (thread == leader) leading_block = block;
