@@ -230,6 +230,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             default="none",
         ),
     ] = None
+    kv_disk_dir: Annotated[
+        str | None,
+        Setting(
+            "Folder for KV blocks on disk, as a third tier of the prefix cache, which outlives the "
+            "engine: blocks in host memory are written there in the background, and read when a "
+            "request needs them. It holds what users wrote: only the engine's user can read it. "
+            "Each engine needs a folder of its own, and `kv_host_memory_bytes`.",
+            default="none",
+        ),
+    ] = None
+    kv_disk_bytes: Annotated[
+        Count | None, Setting("Maximum bytes in `kv_disk_dir`.", default="none")
+    ] = None
     num_blocks: Annotated[
         Count | None,
         Setting("KV blocks in the pool.", default="from `kv_cache_memory_bytes`"),
@@ -408,11 +421,17 @@ def load(path: Path) -> EngineConfig:
         drafter = _beside(path, speculative_config.model, "speculative_config.model")
         speculative_config = msgspec.structs.replace(speculative_config, model=drafter)
     model = _beside(path, config.model, "model")
-    return msgspec.structs.replace(config, model=model, speculative_config=speculative_config)
+    disk = config.kv_disk_dir
+    return msgspec.structs.replace(
+        config,
+        model=model,
+        speculative_config=speculative_config,
+        kv_disk_dir=None if disk is None else _beside(path, disk, "kv_disk_dir"),
+    )
 
 
 def _beside(path: Path, model: str, key: str) -> str:
-    """A model's path, resolved against the folder of the file that names it."""
+    """The path of a model or folder, resolved against the folder of the file that names it."""
     if model.startswith("package:") or "://" in model:  # `locate` rejects a URL as given
         return model
     try:

@@ -58,6 +58,8 @@ def test_each_setting_is_taken_over() -> None:
         "block_size": 8,
         "kv_cache_memory_bytes": 1000,
         "kv_host_memory_bytes": 2000,
+        "kv_disk_dir": "/kv",
+        "kv_disk_bytes": 3000,
         "num_blocks": 7,
         "gpu_memory_utilization": 0.5,
         "cuda_graphs": False,
@@ -297,7 +299,7 @@ def test_bounds_hold_in_python_too() -> None:
 
 
 def test_all_numbers_are_covered_by_the_test_above() -> None:
-    assert len(NUMBERS) == 15
+    assert len(NUMBERS) == 16
 
 
 def test_a_relative_model_is_relative_to_its_file(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from inflight.core.batch import Batch, Chunk, CompletedStep, Load, StepOutput, Store
 from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
+from inflight.execution.runner import HostMemory
 from inflight.kv.layout import KVTables
 from inflight.scheduling.draft_budget import StepCosts
 
@@ -24,7 +27,7 @@ class CountingRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kv_tables = KVTables.single(block_size)
-        self.host_slots = 0
+        self.host_memory: HostMemory | None = None
         self.vocab_size = vocab_size
         self.max_rows = 1 << 20
         self.steps_ahead = 0
@@ -122,7 +125,8 @@ class PagedRunner:
         kv_tables: KVTables | None = None,
         host_slots: int = 0,
     ) -> None:
-        self.host_slots = host_slots
+        memory = HostMemory(np.zeros((host_slots, 1), np.uint8))
+        self.host_memory = memory if host_slots else None
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kv_tables = kv_tables or KVTables.single(block_size)

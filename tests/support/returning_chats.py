@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.sampling.params import SamplingParams
+from waiting import wait_until
 
 NUM_CHATS, NUM_TURNS = 6, 3
 
@@ -67,8 +69,20 @@ def poison_pool(engine: Engine) -> None:
         torch.cuda.synchronize()
 
 
-def chat(engine: Engine, poisons: bool, **params: Any) -> list[dict[int, list[int]]]:
-    """The outputs of all turns of all chats."""
+def chat(
+    engine: Engine,
+    poisons: bool,
+    between: Callable[[Engine], Engine] = lambda engine: engine,
+    **params: Any,
+) -> list[dict[int, list[int]]]:
+    """The outputs of all turns of all chats.
+
+    Args:
+        engine: of the first turn.
+        poisons: whether the pool is poisoned after each turn.
+        between: the engine of the next turn.
+        params: see `turn`.
+    """
     chats: list[list[int]] = [[] for _ in range(NUM_CHATS)]
     outputs = []
     for number in range(NUM_TURNS):
@@ -78,4 +92,15 @@ def chat(engine: Engine, poisons: bool, **params: Any) -> list[dict[int, list[in
             said += outputs[-1][request.request_id]
         if poisons:
             poison_pool(engine)
+        engine = between(engine)
     return outputs
+
+
+def end_storing(engine: Engine) -> None:
+    """Let an idle engine copy its blocks to all tiers."""
+
+    def is_done() -> bool:
+        assert engine.sweep() == []
+        return not engine.is_storing
+
+    wait_until(is_done)

@@ -133,6 +133,12 @@ class Engine:
         return self.grammars.num_waiting > 0
 
     @property
+    def is_storing(self) -> bool:
+        """Whether KV blocks are on their way to host memory or disk; `sweep` sees to it."""
+        host = self.scheduler.host_cache
+        return host is not None and host.has_work
+
+    @property
     def has_suspended(self) -> bool:
         """Whether a request is suspended until its consumer acknowledges."""
         return bool(self.scheduler.suspended)
@@ -239,7 +245,7 @@ class Engine:
         events = self._add_all(self.siblings.pop_orphans(self._groups))
         if self.speculation is not None:
             self.speculation.plan(self.scheduler.running)
-        if self.runner.host_slots:
+        if self.runner.host_memory is not None:
             self.scheduler.stored(self.runner.take_stored())
         batch = self.scheduler.schedule()
         now = self._clock()
@@ -263,6 +269,8 @@ class Engine:
         consumer fell silent, cancel those that remain silent, queue those whose grammar has been
         compiled."""
         now = self._clock()
+        if self.runner.host_memory is not None and not self.has_work:
+            self._store_blocks()
         events = self._end_overdue(now)
         for sequence, error in self.grammars.poll():
             try:
@@ -295,6 +303,13 @@ class Engine:
             )
             events.append(self._fail(self._groups[request_id], error))
         return events
+
+    def _store_blocks(self) -> None:
+        """Copy blocks to the lower tiers while nothing runs."""
+        self.scheduler.stored(self.runner.take_stored())
+        batch = self.scheduler.plan_stores()
+        if batch.stores and not self._pipeline.launch_copies(batch):
+            self.scheduler.abandon(batch)
 
     def stats(self) -> Stats:
         """A snapshot of the engine's statistics."""

@@ -79,6 +79,15 @@ class StepPipeline:
         self._launched.append(Launched(batch, pending, now))
         return True
 
+    def launch_copies(self, batch: Batch) -> bool:
+        """Launch a batch without chunks, which has no result. Returns whether that succeeded."""
+        try:
+            self._runner.launch(batch)
+        except Exception:  # as in launch
+            self._record_failure(batch)
+            return False
+        return True
+
     def is_due(self, has_launched: bool) -> bool:
         """Whether the oldest result is due: the runner works no further ahead, or there was nothing
         to launch."""

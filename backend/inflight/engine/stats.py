@@ -25,6 +25,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
         max_host_blocks: those that fit there.
         num_host_blocks_stored, num_host_blocks_loaded: blocks copied there, and back.
         num_host_blocks_evicted: blocks that others have replaced there.
+        num_disk_blocks, max_disk_blocks, num_disk_blocks_written, num_disk_blocks_read: the same of
+            disk.
     """
 
     num_running: int
@@ -47,3 +49,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_host_blocks_stored: int = 0
     num_host_blocks_loaded: int = 0
     num_host_blocks_evicted: int = 0
+    num_disk_blocks: int = 0
+    max_disk_blocks: int = 0
+    num_disk_blocks_written: int = 0
+    num_disk_blocks_read: int = 0

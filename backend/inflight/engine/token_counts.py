@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from inflight.config import MAX_DRAFTS
 from inflight.core.batch import StepOutput
 from inflight.engine.stats import Stats
+from inflight.kv.host_cache import HostCache
 from inflight.scheduling.scheduler import Scheduler
 
 
@@ -42,7 +43,6 @@ class TokenCounts:
 
     def snapshot(self, scheduler: Scheduler, num_blocks: int, num_output_tokens: int) -> Stats:
         """A snapshot, with the counters of scheduler and output stage."""
-        host = scheduler.host_cache
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -59,9 +59,26 @@ class TokenCounts:
             num_waiting_by_class=list(scheduler.waiting.num_requests.values()),
             num_waiting_tokens_by_class=list(scheduler.waiting.num_tokens.values()),
             num_refused_by_limit=list(scheduler.waiting.num_refused.values()),
-            num_host_blocks=len(host) if host is not None else 0,
-            max_host_blocks=host.num_slots if host is not None else 0,
-            num_host_blocks_stored=host.num_stored if host is not None else 0,
-            num_host_blocks_loaded=host.num_loaded if host is not None else 0,
-            num_host_blocks_evicted=host.num_evicted if host is not None else 0,
+            **_of_tiers(scheduler.host_cache),
         )
+
+
+def _of_tiers(host: HostCache | None) -> dict[str, int]:
+    """What `Stats` says of host memory and disk."""
+    if host is None:
+        return {}
+    found = {
+        "num_host_blocks": len(host),
+        "max_host_blocks": host.num_slots,
+        "num_host_blocks_stored": host.num_stored,
+        "num_host_blocks_loaded": host.num_loaded,
+        "num_host_blocks_evicted": host.num_evicted,
+    }
+    if host.disk is None:
+        return found
+    return found | {
+        "num_disk_blocks": len(host.disk),
+        "max_disk_blocks": host.disk.num_slots,
+        "num_disk_blocks_written": host.disk.num_written,
+        "num_disk_blocks_read": host.disk.num_read,
+    }

@@ -27,9 +27,11 @@ from inflight.execution.drafters.drafter import Drafter, Target
 from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
+from inflight.execution.runner import HostMemory
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.budget import num_kv_blocks
 from inflight.kv.cache import KVCache
+from inflight.kv.fingerprint import kv_fingerprint
 from inflight.kv.host_blocks import HostBlocks, block_parts
 from inflight.kv.layout import KVTables
 from inflight.models.decoder_cpu import Decoder, TableInputs
@@ -97,11 +99,14 @@ class CpuRunner:
             self.drafter = source.method.load(source, target)
             self._caches += self.drafter.caches
         self._host: HostBlocks | None = None
+        self.host_memory: HostMemory | None = None
         self._stored: list[int] = []
         if config.kv_host_memory_bytes:
             parts = block_parts(data for cache in self._caches for data in cache.data)
             self._host = HostBlocks(parts, config.kv_host_memory_bytes)
-        self.host_slots = 0 if self._host is None else self._host.num_slots
+            self.host_memory = HostMemory(
+                self._host.memory.numpy(), kv_fingerprint(config, checkpoint, parts[-1].end)
+            )
         if source is not None:
             self.step_costs = self._measure_costs(
                 min(source.settings.num_speculative_tokens, max_len - 2)

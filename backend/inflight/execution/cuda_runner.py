@@ -17,7 +17,7 @@ import torch
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
-from inflight.core.batch import NO_ALLOWED_TOKENS, NOT_FINITE, Batch, StepOutput
+from inflight.core.batch import NO_ALLOWED_TOKENS, NOT_FINITE, Batch, CompletedStep, StepOutput
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
@@ -41,8 +41,10 @@ from inflight.execution.graph_buckets import (
     verification_sizes,
 )
 from inflight.execution.launch_recording import find_kernels
+from inflight.execution.runner import HostMemory, PendingStep
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.budget import gpu_budget_bytes, gpu_pool_bytes, num_kv_blocks
+from inflight.kv.fingerprint import kv_fingerprint
 from inflight.kv.host_blocks import block_parts
 from inflight.kv.host_transfers import HostTransfers
 from inflight.kv.layout import KVTables
@@ -142,6 +144,7 @@ class CudaRunner:
                 self.drafter = self._steps.drafter
                 self._end_phase("weights")
                 self._allocate(config, spec, source)
+                self._allocate_host_memory(config, checkpoint)
                 self._end_phase("kv cache")
                 self._prepare(config, progress)
             except torch.OutOfMemoryError as error:
@@ -173,7 +176,12 @@ class CudaRunner:
             self.step_costs = self._measure_costs()
             self._end_phase("costs")
 
-    def launch(self, batch: Batch) -> _PendingCudaStep:
+    def launch(self, batch: Batch) -> PendingStep:
+        if not batch.chunks:
+            with torch.cuda.stream(self._stream):
+                if self._host is not None:
+                    self._host.launch(batch)
+            return CompletedStep(StepOutput([], []))
         steps, size = self._steps, StepSize.of(batch)
         bucket = next((bucket for bucket in self._graphs if bucket.fits(size)), None)
         graph = None if bucket is None else self._graphs[bucket]
@@ -250,11 +258,16 @@ class CudaRunner:
         self.num_blocks = num_kv_blocks(config, block_bytes, gpu_pool_bytes(config, *sizes))
         self.gpu_budget_bytes = gpu_budget_bytes(config, *sizes)
         self._steps.allocate(self.num_blocks)
+
+    def _allocate_host_memory(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self._host: HostTransfers | None = None
+        self.host_memory: HostMemory | None = None
         if config.kv_host_memory_bytes:
             parts = block_parts(self._steps.caches)
             self._host = HostTransfers(parts, config.kv_host_memory_bytes)
-        self.host_slots = 0 if self._host is None else self._host.blocks.num_slots
+            self.host_memory = HostMemory(
+                self._host.blocks.memory.numpy(), kv_fingerprint(config, checkpoint, parts[-1].end)
+            )
 
     def _allocated_bytes(self) -> int:
         """GPU memory that torch has reserved in this process."""

@@ -6,6 +6,7 @@ from inflight.config import EngineConfig
 from inflight.core.batch import Batch, CompletedStep, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters.drafter_spec import kv_layout
+from inflight.execution.runner import HostMemory
 from inflight.kv.budget import num_kv_blocks
 from inflight.kv.layout import KVTables
 from inflight.models.spec import ModelSpec
@@ -23,7 +24,7 @@ class EchoRunner:
         self.num_blocks = num_kv_blocks(config, layout.block_bytes(config.block_size))
         self.block_size = config.block_size
         self.kv_tables = KVTables(layout.tables, config.block_size)
-        self.host_slots = 0
+        self.host_memory: HostMemory | None = None
         self.vocab_size = spec.vocab_size
         self.max_rows = config.max_num_batched_tokens
         self.steps_ahead = 0

@@ -185,11 +185,7 @@ def build(
         ConfigError: the checkpoint is corrupt or not supported, or the settings exceed the limits
             of the model or of this machine.
     """
-    if config.kv_host_memory_bytes is not None and not config.enable_prefix_caching:
-        raise ConfigError(
-            "kv_host_memory_bytes: host memory is a tier of the prefix cache, which is off; set "
-            "enable_prefix_caching, or leave kv_host_memory_bytes out"
-        )
+    _check_tiers(config)
     spec = read_spec(checkpoint)
     spec.max_model_len(config)  # rejected before anything is loaded
     if config.speculative_config is not None:
@@ -214,3 +210,19 @@ def build(
     from inflight.execution.cpu_runner import CpuRunner
 
     return CpuRunner(config, checkpoint, spec, progress), spec
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    """Raises ConfigError: a tier of the prefix cache lacks the one above it, or a setting."""
+    if config.kv_host_memory_bytes is not None and not config.enable_prefix_caching:
+        raise ConfigError(
+            "kv_host_memory_bytes: host memory is a tier of the prefix cache, which is off; set "
+            "enable_prefix_caching, or leave kv_host_memory_bytes out"
+        )
+    if (config.kv_disk_dir is None) != (config.kv_disk_bytes is None):
+        raise ConfigError("kv_disk_dir, kv_disk_bytes: set both of them, or neither")
+    if config.kv_disk_dir is not None and config.kv_host_memory_bytes is None:
+        raise ConfigError(
+            "kv_disk_dir: blocks on disk are read into host memory; set kv_host_memory_bytes as "
+            "well"
+        )

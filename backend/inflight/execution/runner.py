@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.kv.layout import KVTables
 from inflight.scheduling.draft_budget import StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory for KV blocks.
+
+    Attributes:
+        slots: [slots, bytes of a block].
+        fingerprint: see `kv.fingerprint`.
+    """
+
+    slots: npt.NDArray[np.uint8]
+    fingerprint: str = ""
 
 
 class PendingStep(Protocol):
@@ -28,7 +45,7 @@ class Runner(Protocol):
         num_blocks: KV blocks in its pool.
         block_size: tokens per kernel block.
         kv_tables: the block tables of each sequence.
-        host_slots: KV blocks that its host memory holds; 0 for none.
+        host_memory: where the stores and loads of batches are; None without.
         vocab_size: token ids are below it.
         max_rows: rows of logits in a step: one per sequence and one per draft; prompts whose
             logprobs are requested share the rest.
@@ -42,7 +59,7 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     kv_tables: KVTables
-    host_slots: int
+    host_memory: HostMemory | None
     vocab_size: int
     max_rows: int
     steps_ahead: int

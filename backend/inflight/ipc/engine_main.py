@@ -329,7 +329,7 @@ class EngineProcess:
         if not self._engine.has_work:
             # Suspended requests resume by a command or time out.
             timeout = IDLE_POLL_S if self._engine.has_suspended else IDLE_BEAT_S
-            if self._engine.is_compiling:
+            if self._engine.is_compiling or self._engine.is_storing:
                 timeout = COMPILING_POLL_S
             with contextlib.suppress(queue.Empty):
                 self._apply(*inbox.get(timeout=timeout))

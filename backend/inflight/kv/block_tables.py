@@ -57,6 +57,8 @@ class BlockTables:
         self.pool = pool
         self._host = host
         self._loads = None if host is None else HostLoads(host, pool)
+        self._fetched_for: Sequence | None = None
+        self._fetched: set[bytes] = set()  # blocks that were read from disk for it
         self.num_reserved = 0
         self._enable_prefix_caching = enable_prefix_caching
         self._pending = PendingPrefixes(pool.block_size)
@@ -78,6 +80,22 @@ class BlockTables:
         hashes = self._hashes_of(sequence, sequence.num_prompt_tokens)
         first = self._num_cached_tokens(hashes, self.pool.is_cached) // self.pool.block_size
         return self._pending.num_in_flight(hashes, first, end_of) >= WORTH_TOKENS
+
+    def awaits_disk(self, group: SequenceGroup) -> bool:
+        """Whether a part of a group's prefix is being read from disk; starts to read it."""
+        host, sequence = self._host, group.members[0]
+        if host is None or host.disk is None:
+            return False
+        if self._fetched_for is not sequence:
+            self._fetched_for, self._fetched = sequence, set()
+        hashes = self._reusable_hashes(sequence)
+        end = self._num_cached_tokens(hashes, self._is_on_any_tier)
+        keys = [
+            key
+            for index, (table, span) in enumerate(zip(self._tables, self._spans, strict=True))
+            for key in self._keys(index, hashes, table.first_kept(end) // span, end // span)
+        ]
+        return host.fetch(keys, self._fetched)
 
     def admit(self, group: SequenceGroup, num_kept_free: int = 0) -> list[Copy] | None:
         """Give the members of a group blocks for all known tokens.
@@ -282,10 +300,7 @@ class BlockTables:
 
     def _admit(self, sequence: Sequence, num_free: int) -> list[Copy] | None:
         pool, num_tokens = self.pool, len(sequence.token_ids)
-        hashes = self._hashes_of(sequence, num_tokens) if self._enable_prefix_caching else []
-        if sequence.num_scored < sequence.num_prompt_tokens:
-            # Positions whose logprobs are requested must be computed, with their whole block.
-            hashes = hashes[: (sequence.num_scored - 1) // pool.block_size]
+        hashes = self._reusable_hashes(sequence)
         num_cached = self._num_cached_tokens(hashes)
         # The last token is always computed: its logits give the next one.
         computed = min(num_cached, num_tokens - 1)
@@ -339,6 +354,22 @@ class BlockTables:
     def _is_cached(self, key: bytes) -> bool:
         """Whether a block is in the prefix cache, on the device or in host memory."""
         return self.pool.is_cached(key) or (self._host is not None and key in self._host)
+
+    def _is_on_any_tier(self, key: bytes) -> bool:
+        host = self._host
+        return self._is_cached(key) or (
+            host is not None and host.disk is not None and key in host.disk
+        )
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of its blocks that may come from the prefix cache."""
+        if not self._enable_prefix_caching:
+            return []
+        hashes = self._hashes_of(sequence, len(sequence.token_ids))
+        if sequence.num_scored < sequence.num_prompt_tokens:
+            # Positions whose logprobs are requested must be computed, with their whole block.
+            hashes = hashes[: (sequence.num_scored - 1) // self.pool.block_size]
+        return hashes
 
     def _num_registered(self, hashes: list[bytes], num_cached: int) -> int:
         """Kernel blocks of a cached prefix that the sequence does not load."""

@@ -5,9 +5,9 @@ prefix cache (write-through, as in SGLang's HiCache), so that its eviction from 
 nothing. A request that finds a part of its prefix here loads it instead of computing it. So does a
 preempted one: its full blocks are here or still in the pool.
 
-    offer -> plan_stores -> in flight -> finish -> cached <-> held by loads
-                                           |
-                                        abandon
+    offer -> plan_stores -> in flight -> finish -> cached <-> held by loads and writes
+                                           |          ^
+                                        abandon     fetch (from disk)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from inflight.core.batch import Store
 from inflight.kv.block_pool import BlockPool
+from inflight.kv.disk_cache import DiskCache
 
 
 class _InFlight(NamedTuple):
@@ -36,19 +37,25 @@ class HostCache:
     blocks of the pool are in flight at a time: what is offered meanwhile waits, and is dropped if
     it leaves the prefix cache before its turn.
 
+    With a tier on disk, each block is written there in the background as well, if the disk keeps
+    up.
+
     Args:
         num_slots: blocks that host memory holds.
         pool: the blocks of the device.
+        disk: blocks on disk; None for none.
 
     Attributes:
         num_slots: blocks that host memory holds.
+        disk: blocks on disk; None for none.
         num_stored: blocks copied to host memory so far.
         num_loaded: blocks copied from it so far.
         num_evicted: blocks that others have replaced.
     """
 
-    def __init__(self, num_slots: int, pool: BlockPool) -> None:
+    def __init__(self, num_slots: int, pool: BlockPool, disk: DiskCache | None = None) -> None:
         self.num_slots = num_slots
+        self.disk = disk
         self.num_stored = 0
         self.num_loaded = 0
         self.num_evicted = 0
@@ -60,6 +67,9 @@ class HostCache:
         self._offered: deque[tuple[int, bytes]] = deque(maxlen=pool.num_blocks)
         self._in_flight: dict[int, _InFlight] = {}  # by ticket
         self._tickets = itertools.count()
+        self._unwritten: deque[bytes] = deque(maxlen=num_slots)
+        self._writing: set[bytes] = set()  # to disk
+        self._fetching: set[bytes] = set()  # being read from disk
 
     def __len__(self) -> int:
         """Blocks in host memory."""
@@ -93,6 +103,8 @@ class HostCache:
 
     def plan_stores(self) -> list[Store]:
         """The blocks to copy with the next step, which the step does not write to."""
+        self._poll_disk()
+        self._write_next()
         stores: list[Store] = []
         while self._offered and len(self._in_flight) < self._max_in_flight:
             block, key = self._offered[0]
@@ -121,6 +133,8 @@ class HostCache:
             else:
                 self._slots[ended.key] = ended.slot
                 self.num_stored += 1
+                if self.disk is not None:
+                    self._unwritten.append(ended.key)
 
     def abandon(self, stores: Iterable[Store]) -> None:
         """The step of these copies failed: what the slots hold is not known."""
@@ -129,6 +143,65 @@ class HostCache:
             if ended is not None:
                 self._pool.release([ended.block])
                 self._free.append(ended.slot)
+
+    def fetch(self, keys: Iterable[bytes], tried: set[bytes]) -> bool:
+        """Read the blocks from disk that are on no other tier, each at most once.
+
+        Args:
+            keys: hashes of the blocks.
+            tried: those that were read before; this call adds to them.
+
+        Returns:
+            Whether some of them are being read now.
+        """
+        disk = self.disk
+        if disk is None:
+            return False
+        self._poll_disk()
+        is_fetching = False
+        for key in keys:
+            if key in self._fetching:
+                is_fetching = True
+            elif not (key in tried or key in self._slots or self._pool.is_cached(key)):
+                if disk.is_busy:
+                    return True
+                if key in disk and (slot := self._take_slot()) is not None:
+                    tried.add(key)
+                    self._fetching.add(key)
+                    disk.read(key, slot)
+                    is_fetching = True
+        return is_fetching
+
+    @property
+    def has_work(self) -> bool:
+        """Whether blocks are on their way down, or could be."""
+        is_writing = self.disk is not None and bool(self._unwritten or self.disk.has_work)
+        return bool(self._offered or self._in_flight) or is_writing
+
+    def _poll_disk(self) -> None:
+        """Take in the reads and writes that have ended."""
+        if self.disk is None:
+            return
+        for key, slot, is_read, is_ok in self.disk.take_ended():
+            if not is_read:
+                self._writing.discard(key)
+                self.release(key)
+                continue
+            self._fetching.discard(key)
+            if is_ok and key not in self._slots:
+                self._slots[key] = slot
+            else:
+                self._free.append(slot)
+
+    def _write_next(self) -> None:
+        """Write blocks to disk in the order in which they came, as far as the disk keeps up."""
+        disk = self.disk
+        while disk is not None and self._unwritten and not disk.is_busy:
+            key = self._unwritten.popleft()
+            if key in self._slots and key not in disk and key not in self._writing:
+                self._holds[key] += 1  # until it is written
+                self._writing.add(key)
+                disk.write(key, self._slots[key])
 
     def _take_slot(self) -> int | None:
         """A free slot, or that of the least recently used block; None if all are held."""

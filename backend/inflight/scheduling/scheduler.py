@@ -48,6 +48,7 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.errors import EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
+from inflight.kv.disk_cache import DiskCache
 from inflight.kv.host_cache import HostCache
 from inflight.kv.layout import KVTables
 from inflight.scheduling.kv_forecast import KVForecast
@@ -77,6 +78,7 @@ class Scheduler:
             assigned in order of admission, at least one each.
         kv_tables: the block tables of each sequence; None for one that keeps all tokens.
         host_slots: KV blocks that host memory holds, as the second tier of the prefix cache.
+        disk: KV blocks on disk, as its third tier; None for none.
         prefill_budget: limits prompts in steps that also decode; None for no limit.
         forecast: says how many blocks admissions leave free for the growth of those that run; None
             for one for each sequence that grows.
@@ -105,6 +107,7 @@ class Scheduler:
         max_rows: int | None = None,
         kv_tables: KVTables | None = None,
         host_slots: int = 0,
+        disk: DiskCache | None = None,
         prefill_budget: PrefillBudget | None = None,
         forecast: KVForecast | None = None,
     ) -> None:
@@ -113,7 +116,7 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.lacks_blocks = False
         self._pool = BlockPool(num_blocks, block_size)
-        self.host_cache = HostCache(host_slots, self._pool) if host_slots else None
+        self.host_cache = HostCache(host_slots, self._pool, disk) if host_slots else None
         self._tables = BlockTables(self._pool, enable_prefix_caching, kv_tables, self.host_cache)
         self._max_num_batched_tokens = max_num_batched_tokens
         # Every running sequence may need a token in the same step.
@@ -272,7 +275,7 @@ class Scheduler:
             if self._num_batch_slots + group.width > self.max_num_seqs:
                 break
             plan = _PrefillPlan(prefills, lengths, budget, self._max_chunk)
-            if self._tables.awaits_prefix(group, plan.end_of):
+            if self._tables.awaits_prefix(group, plan.end_of) or self._tables.awaits_disk(group):
                 break
             kept_free = 0
             if self._forecast is not None and self._running:
@@ -372,6 +375,10 @@ class Scheduler:
     def stored(self, tickets: Iterable[int]) -> None:
         """The runner has copied the blocks of these tickets to host memory."""
         self._tables.stored(tickets)
+
+    def plan_stores(self) -> Batch:
+        """A batch without chunks, which copies blocks to host memory while nothing runs."""
+        return Batch([], stores=self._tables.plan_stores())
 
     def abandon(self, batch: Batch) -> None:
         """The step of a batch failed. What it was to copy from and to host memory is forgotten;

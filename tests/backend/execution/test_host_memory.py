@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.execution.factory import build
-from returning_chats import NUM_CHATS, NUM_TURNS, chat, turn
+from returning_chats import NUM_CHATS, NUM_TURNS, chat, end_storing, turn
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
@@ -89,11 +90,11 @@ def test_preempted_requests_load_what_they_had(
     checkpoints: Callable[[str], Checkpoint], layout: str, kv_dtype: str
 ) -> None:
     checkpoint = checkpoints(layout)
-    greedy = {"max_tokens": 60}
+    greedy = {"max_tokens": 30}
     changes = {"kv_host_memory_bytes": None, "max_num_seqs": 1}
     requests = [turn(0, [[]])[0], *turn(1, [[i, i] for i in range(3, 8)], **greedy)]
     expected = generate(make_engine(checkpoint, kv_dtype, **changes), requests)
-    engine = make_engine(checkpoint, kv_dtype, num_blocks=34)
+    engine = make_engine(checkpoint, kv_dtype, num_blocks=26)
     assert generate(engine, requests) == expected
     assert engine.stats().num_preemptions > 0
     host = engine.scheduler.host_cache
@@ -139,6 +140,60 @@ def test_beams_load_their_prompt(checkpoints: Callable[[str], Checkpoint], layou
     host = engine.scheduler.host_cache
     assert host is not None
     assert host.num_loaded > 0
+
+
+@each_layout
+def test_a_later_engine_reads_what_earlier_ones_wrote_to_disk(
+    checkpoints: Callable[[str], Checkpoint], layout: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    """Each turn is computed by an engine of its own."""
+    checkpoint = checkpoints(layout)
+    plain = {"kv_host_memory_bytes": None, "enable_prefix_caching": False}
+    expected = chat(make_engine(checkpoint, kv_dtype, **plain), poisons=False)
+    on_disk = {"kv_disk_dir": str(tmp_path), "kv_disk_bytes": HOST_BYTES}
+    num_read = 0
+
+    def restarted(engine: Engine) -> Engine:
+        nonlocal num_read
+        end_storing(engine)
+        host = engine.scheduler.host_cache
+        assert host is not None
+        assert host.disk is not None
+        num_read += host.disk.num_read
+        host.disk.close()
+        return make_engine(checkpoint, kv_dtype, **on_disk)
+
+    first = make_engine(checkpoint, kv_dtype, **on_disk)
+    assert chat(first, poisons=False, between=restarted) == expected
+    assert num_read >= NUM_CHATS * (NUM_TURNS - 1)
+
+
+def test_blocks_of_another_model_are_not_read(
+    checkpoints: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    on_disk = {"kv_disk_dir": str(tmp_path), "kv_disk_bytes": HOST_BYTES}
+    for changes in ({}, {"kv_cache_dtype": "int8"}, {"block_size": 8}):
+        engine = make_engine(checkpoints("one table"), **on_disk, **changes)
+        generate(engine, turn(0, [[]]))
+        end_storing(engine)
+        host = engine.scheduler.host_cache
+        assert host is not None
+        assert host.disk is not None
+        assert (host.disk.num_written > 0, host.disk.num_read) == (True, 0)
+        host.disk.close()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_settings_of_the_disk_are_complete(tiny_llama: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set both of them, or neither"):
+        make_engine(tiny_llama, kv_disk_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="set kv_host_memory_bytes as well"):
+        make_engine(
+            tiny_llama,
+            kv_disk_dir=str(tmp_path),
+            kv_disk_bytes=1 << 20,
+            kv_host_memory_bytes=None,
+        )
 
 
 def test_too_little_memory_is_refused(tiny_llama: Checkpoint) -> None:

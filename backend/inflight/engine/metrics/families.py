@@ -219,6 +219,14 @@ FAMILIES: tuple[Family, ...] = (
         "KV blocks in host memory that others have replaced.",
     ),
     Family(
+        "kv_disk_max_blocks",
+        "gauge",
+        "KV blocks that fit on disk (`kv_disk_bytes`).",
+    ),
+    Family("kv_disk_blocks", "gauge", "KV blocks on disk."),
+    Family("kv_disk_blocks_written", "counter", "KV blocks written to disk."),
+    Family("kv_disk_blocks_read", "counter", "KV blocks read from disk."),
+    Family(
         "cache_config_info",
         "gauge",
         "1; the labels describe the KV cache.",

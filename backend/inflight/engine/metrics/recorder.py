@@ -216,6 +216,8 @@ class Recorder:
             "kv_host_blocks_stored": [stats.num_host_blocks_stored],
             "kv_host_blocks_loaded": [stats.num_host_blocks_loaded],
             "kv_host_blocks_evicted": [stats.num_host_blocks_evicted],
+            "kv_disk_blocks_written": [stats.num_disk_blocks_written],
+            "kv_disk_blocks_read": [stats.num_disk_blocks_read],
             "request_success": [self._num_finished[reason] for reason in FINISHED_REASONS],
             "request_errors": [self._num_failed[kind] for kind in ERROR_KINDS],
             "requests_refused": [
@@ -258,6 +260,8 @@ class Recorder:
             "kv_cache_blocks": [stats.num_free_blocks, used],
             "kv_host_max_blocks": [stats.max_host_blocks],
             "kv_host_blocks": [stats.num_host_blocks],
+            "kv_disk_max_blocks": [stats.max_disk_blocks],
+            "kv_disk_blocks": [stats.num_disk_blocks],
             "kv_cache_max_blocks": [stats.num_blocks],
             "kv_cache_block_size": [self._block_size],
             "saturation": [max(usage, waiting / self._max_num_seqs)],
