@@ -54,7 +54,10 @@ def gpu() -> dict[str, Any]:
 
 
 def write(path: Path, benchmark: str, rows: list[dict[str, Any]], **facts: Any) -> None:
-    """Write a result; `facts` precede the rows and override the detected ones."""
+    """Write a result; `facts` precede the rows and override the detected ones.
+
+    Paths in the checkout are written relative to it.
+    """
     found = {
         "benchmark": benchmark,
         "machine": cpu(),
@@ -62,7 +65,8 @@ def write(path: Path, benchmark: str, rows: list[dict[str, Any]], **facts: Any) 
         "commit": commit(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**found, **facts, "rows": rows}, indent=1) + "\n")
+    text = json.dumps({**found, **facts, "rows": rows}, indent=1)
+    path.write_text(text.replace(f'"{ROOT}/', '"') + "\n")
 
 
 def _cpu_name() -> str:

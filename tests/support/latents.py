@@ -26,6 +26,20 @@ EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+GPU_SHAPE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 64,  # of RoPE, as transformers writes it
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+}
+"""Of those that GPUs support, with experts."""
+
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

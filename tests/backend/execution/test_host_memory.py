@@ -33,6 +33,14 @@ each_layout = pytest.mark.parametrize(
 )
 
 
+# Bytes are the same to copies, so that one of them stands for both types of 8 bits.
+each_table = pytest.mark.parametrize(
+    ("layout", "kv_dtype"),
+    [(layout, "auto") for layout in ("one table", "latent", *windowed.MODELS)]
+    + [("one table", "int8"), ("latent", "int8"), ("5 of 6 layers", "fp8")],
+)
+
+
 @pytest.fixture(scope="module")
 def checkpoints(
     tiny_llama: Checkpoint, tmp_path_factory: pytest.TempPathFactory
@@ -85,7 +93,7 @@ def test_later_turns_are_those_of_an_engine_that_computes_all(
     assert engine.stats().num_cached_tokens > NUM_CHATS * (NUM_TURNS - 1) * 28
 
 
-@each_layout
+@each_table
 def test_preempted_requests_load_what_they_had(
     checkpoints: Callable[[str], Checkpoint], layout: str, kv_dtype: str
 ) -> None:
@@ -142,7 +150,7 @@ def test_beams_load_their_prompt(checkpoints: Callable[[str], Checkpoint], layou
     assert host.num_loaded > 0
 
 
-@each_layout
+@each_table
 def test_a_later_engine_reads_what_earlier_ones_wrote_to_disk(
     checkpoints: Callable[[str], Checkpoint], layout: str, kv_dtype: str, tmp_path: Path
 ) -> None:

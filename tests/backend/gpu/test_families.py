@@ -20,6 +20,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -44,6 +45,7 @@ from transformers import (
 )
 
 import family
+import latents
 from clear_routing import make_clear
 from family_gpu import TEXTS
 from inflight.checkpoint.locate import Checkpoint
@@ -92,17 +94,14 @@ GROUPS = {
     "use_qk_norm": True,
 }
 LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
-LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 64,  # of RoPE, as transformers writes it
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 96,
-    "first_k_dense_replace": 1,
+LATENT_LITE = {
+    name: value for name, value in latents.GPU_SHAPE.items() if name != "first_k_dense_replace"
+} | {
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "q_lora_rank": 96,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 0,
 }
 YARN_OF_DEEPSEEK = {
     "rope_type": "yarn",
@@ -181,8 +180,13 @@ CONFIGS = {
         topk_group=2,
     ),
     "deepseek_v3": DeepseekV3Config(
-        **SHAPE | LATENT | PAD, q_lora_rank=96, n_group=4, topk_group=2, n_shared_experts=1
+        **SHAPE | LATENT | PAD,
+        q_lora_rank=96,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
     ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(**SHAPE | LATENT_LITE | PAD),
     "gpt_oss": GptOssConfig(**SHAPE | LOCAL | PAD, **WINDOW, rope_parameters=YARN_OF_GPT_OSS),
     "gpt_oss, groups of 8": GptOssConfig(
         **SHAPE | LOCAL | PAD | {"num_attention_heads": 16},

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV2Config
 
+import family
+import latents
 import windowed
 from inflight.checkpoint.locate import Checkpoint
 from inflight.core.batch import Batch, Load, Store
@@ -20,6 +23,7 @@ from returning_chats import NUM_CHATS, NUM_TURNS, chat, turn
 pytestmark = pytest.mark.gpu
 
 HOST_BYTES = 256 << 20
+LATENT = "latent"
 # So that a text does not depend on the steps' other sequences, whose number differs.
 SETTINGS: dict[str, Any] = {"batch_invariant": True, "enable_prefix_caching": True}
 
@@ -29,12 +33,19 @@ def make_engine(checkpoint: Checkpoint, **changes: Any) -> Engine:
 
 
 def model(folder: Path, name: str) -> Checkpoint:
+    if name == LATENT:
+        settings = {"hidden_size": 256, "pad_token_id": 0} | latents.GPU_SHAPE
+        made = family.make(DeepseekV2Config(**family.SHAPE | settings))
+        return family.write_folder(made.to(torch.bfloat16), folder)
     shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     return windowed.write_model(folder, name, **shape)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
-@pytest.mark.parametrize("name", list(windowed.MODELS))
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [(name, kv_dtype) for name in windowed.MODELS for kv_dtype in ("auto", "fp8", "int8")]
+    + [(LATENT, "auto")],
+)
 def test_later_turns_are_those_of_an_engine_that_keeps_all(
     tmp_path: Path, name: str, kv_dtype: str
 ) -> None:
@@ -51,7 +62,7 @@ def test_later_turns_are_those_of_an_engine_that_keeps_all(
     assert engine.stats().num_cached_tokens >= NUM_CHATS * (NUM_TURNS - 1) * 80
 
 
-@pytest.mark.parametrize("name", ["5 of 6 layers", "all layers"])
+@pytest.mark.parametrize("name", ["5 of 6 layers", "all layers", LATENT])
 def test_preempted_requests_give_the_same_tokens(tmp_path: Path, name: str) -> None:
     checkpoint = model(tmp_path, name)
     requests = turn(1, [[i] * 40 for i in range(3, 9)], max_tokens=100)
