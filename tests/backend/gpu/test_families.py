@@ -94,9 +94,8 @@ GROUPS = {
     "use_qk_norm": True,
 }
 LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
-LATENT_LITE = {
-    name: value for name, value in latents.GPU_SHAPE.items() if name != "first_k_dense_replace"
-} | {
+LATENT = latents.GPU_SHAPE
+LATENT_LITE = {name: LATENT[name] for name in LATENT if name != "first_k_dense_replace"} | {
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
     "q_lora_rank": 96,
