@@ -8,6 +8,7 @@ from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
 from inflight.engine.beam_search import BeamGroup
 from inflight.engine.output import OutputStage
+from inflight.kv.host_cache import HostTier
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.scheduler import Scheduler
@@ -24,6 +25,7 @@ def sequence(
 def scheduler(
     waiting: WaitingQueue | None = None,
     forecast: KVForecast | None = None,
+    host_tier: HostTier | None = None,
     **changes: int | bool,
 ) -> Scheduler:
     settings: dict[str, int | bool] = {
@@ -33,7 +35,12 @@ def scheduler(
         "max_num_batched_tokens": 16,
     }
     settings |= changes
-    return Scheduler(waiting=waiting, forecast=forecast, **settings)  # type: ignore[arg-type]
+    return Scheduler(
+        waiting=waiting,
+        forecast=forecast,
+        host_tier=host_tier,
+        **settings,  # type: ignore[arg-type]
+    )
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

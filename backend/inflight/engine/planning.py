@@ -8,6 +8,7 @@ from inflight.config import EngineConfig
 from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.execution.runner import Runner
 from inflight.kv.disk_cache import DiskCache
+from inflight.kv.host_cache import HostTier
 from inflight.scheduling.draft_budget import DraftBudget
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
@@ -40,8 +41,7 @@ def make_scheduler(
         max_draft_tokens=config.max_draft_tokens,
         max_rows=runner.max_rows,
         kv_tables=runner.kv_tables,
-        host_slots=0 if runner.host_memory is None else len(runner.host_memory.slots),
-        disk=make_disk_cache(config, runner),
+        host_tier=make_host_tier(config, runner),
         prefill_budget=prefill_budget,
         forecast=_make_forecast(config, runner),
     )
@@ -55,17 +55,19 @@ def _make_forecast(config: EngineConfig, runner: Runner) -> KVForecast | None:
     return KVForecast(runner.kv_tables, config.max_num_seqs, max_blocks)
 
 
-def make_disk_cache(config: EngineConfig, runner: Runner) -> DiskCache | None:
-    """The prefix cache's tier on disk; None without.
+def make_host_tier(config: EngineConfig, runner: Runner) -> HostTier | None:
+    """The tiers of the prefix cache below the pool; None without.
 
     Raises:
         ConfigError: see `DiskCache`.
     """
-    memory = runner.host_memory
-    if memory is None or config.kv_disk_dir is None or config.kv_disk_bytes is None:
+    memory, disk = runner.host_memory, None
+    if memory is None:
         return None
-    folder = Path(config.kv_disk_dir)
-    return DiskCache(folder, memory.fingerprint, config.kv_disk_bytes, memory.slots)
+    if config.kv_disk_dir is not None and config.kv_disk_bytes is not None:
+        folder = Path(config.kv_disk_dir)
+        disk = DiskCache(folder, memory.fingerprint, config.kv_disk_bytes, memory.slots)
+    return HostTier(len(memory.slots), memory.min_tokens, disk)
 
 
 def make_draft_budget(config: EngineConfig, runner: Runner) -> DraftBudget | None:

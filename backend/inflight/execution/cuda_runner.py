@@ -7,17 +7,26 @@ larger steps are launched kernel by kernel, which takes less time than they run.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
-from inflight.core.batch import NO_ALLOWED_TOKENS, NOT_FINITE, Batch, CompletedStep, StepOutput
+from inflight.core.batch import (
+    NO_ALLOWED_TOKENS,
+    NOT_FINITE,
+    Batch,
+    CompletedStep,
+    Load,
+    StepOutput,
+)
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
@@ -67,6 +76,9 @@ _WARM_UP_LENGTHS = (1, 2, 8, 64)
 
 # Runs per timed step.
 _TIMINGS = 3
+
+# Blocks in a timed load from host memory.
+_TIMED_LOADS = 16
 
 
 # Drafting is captured for up to so many sequences: with more, drafting rarely pays off.
@@ -165,6 +177,7 @@ class CudaRunner:
         progress("kernels", 0.0)
         self._warm_up(config)
         self._end_phase("kernels")
+        self._measure_loads(config)
         self._graphs: dict[StepSize, _Graph] = {}
         pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
         if pool is not None:
@@ -378,6 +391,36 @@ class CudaRunner:
         drafting = self._seconds(lambda: drafter.draft(self._steps.batch, 1, most)) / most
         counts = [size.num_rows for size in sizes]
         return StepCosts((1, *counts), (seconds[0], *seconds), drafting)
+
+    def _measure_loads(self, config: EngineConfig) -> None:
+        """Find out how long a prefix must be for its blocks to be loaded, not computed."""
+        host, memory = self._host, self.host_memory
+        if host is None or memory is None:
+            return
+        count = min(_TIMED_LOADS, self.num_blocks)
+        host.blocks.memory[0] = 0  # never NaN in a block of the pool
+        loads = [Load(0, block) for block in range(count)]
+        first, every = (
+            self._seconds(partial(host.launch, Batch([], loads=some, reads_loads=True)))
+            for some in (loads[:1], loads)
+        )
+        num_tokens = min(config.max_num_batched_tokens, self.kv_tables.max_tokens(self.num_blocks))
+        self._empty_step()
+        prompt_keys = prompt_key_counts(self._steps.model.settings.quantized_kv)[-1]
+        step = StepSize(num_tokens, 1, 1, num_tokens, prompt_keys)
+        computing = self._seconds(partial(self._steps.forward, step)) / num_tokens
+        loading = every / count / min(self.kv_tables.spans)
+        if loading < computing:
+            min_tokens = 1 + int(first / (computing - loading))
+        else:
+            min_tokens = self._settings.max_len
+            logger.warning(
+                "kv_host_memory_bytes: computing a token takes %.1f us and loading it %.1f us, so "
+                "nothing is loaded; leave it out",
+                computing * 1e6,
+                loading * 1e6,
+            )
+        self.host_memory = dataclasses.replace(memory, min_tokens=min_tokens)
 
     def _seconds(self, call: Callable[[], None]) -> float:
         """Device time of a call, the minimum of a few runs."""

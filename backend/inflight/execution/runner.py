@@ -21,10 +21,12 @@ class HostMemory:
     Attributes:
         slots: [slots, bytes of a block].
         fingerprint: see `kv.fingerprint`.
+        min_tokens: fewer tokens of a prefix are computed sooner than they are loaded.
     """
 
     slots: npt.NDArray[np.uint8]
     fingerprint: str = ""
+    min_tokens: int = 1
 
 
 class PendingStep(Protocol):

@@ -301,7 +301,7 @@ class BlockTables:
     def _admit(self, sequence: Sequence, num_free: int) -> list[Copy] | None:
         pool, num_tokens = self.pool, len(sequence.token_ids)
         hashes = self._reusable_hashes(sequence)
-        num_cached = self._num_cached_tokens(hashes)
+        num_cached = self._num_usable_tokens(hashes)
         # The last token is always computed: its logits give the next one.
         computed = min(num_cached, num_tokens - 1)
         firsts, chains, counts = [], [], []
@@ -331,6 +331,15 @@ class BlockTables:
         sequence.num_computed = computed
         self._pending.add(sequence, hashes[self._num_registered(hashes, num_cached) :])
         return copies
+
+    def _num_usable_tokens(self, hashes: list[bytes]) -> int:
+        """Tokens of the longest cached prefix, on the device alone if loading more is slower than
+        computing it."""
+        host, num_cached = self._host, self._num_cached_tokens(hashes)
+        if host is None or host.min_tokens <= self.pool.block_size:
+            return num_cached
+        on_device = self._num_cached_tokens(hashes, self.pool.is_cached)
+        return num_cached if num_cached - on_device >= host.min_tokens else on_device
 
     def _num_taken(self, chains: list[list[bytes]]) -> int:
         """Blocks without an owner that cached ones take: evictable ones, and new ones to load."""
@@ -429,7 +438,7 @@ class BlockTables:
         num_hashes = most // pool.block_size
         chains = [self._hashes_of(beam, num_tokens)[:num_hashes] for beam in beams]
         uses_cache = self._enable_prefix_caching and not self._frees_windows
-        cached = [self._num_cached_tokens(chain) if uses_cache else 0 for chain in chains]
+        cached = [self._num_usable_tokens(chain) if uses_cache else 0 for chain in chains]
         # For each beam, the earlier one with the longest common prefix, and its length in tokens.
         common = [
             _longest_common_prefix(chains[:index], chain) for index, chain in enumerate(chains)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from inflight.core.batch import Store
@@ -30,6 +31,21 @@ class _InFlight(NamedTuple):
     key: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """What there is below the pool.
+
+    Attributes:
+        num_slots: blocks that host memory holds.
+        min_tokens: fewer tokens of a prefix are computed sooner than they are loaded.
+        disk: blocks on disk; None for none.
+    """
+
+    num_slots: int
+    min_tokens: int = 1
+    disk: DiskCache | None = None
+
+
 class HostCache:
     """Which slot of host memory holds which block of the prefix cache. Eviction is LRU.
 
@@ -41,21 +57,20 @@ class HostCache:
     up.
 
     Args:
-        num_slots: blocks that host memory holds.
+        tier: what there is.
         pool: the blocks of the device.
-        disk: blocks on disk; None for none.
 
     Attributes:
-        num_slots: blocks that host memory holds.
-        disk: blocks on disk; None for none.
+        num_slots, min_tokens, disk: of the tier.
         num_stored: blocks copied to host memory so far.
         num_loaded: blocks copied from it so far.
         num_evicted: blocks that others have replaced.
     """
 
-    def __init__(self, num_slots: int, pool: BlockPool, disk: DiskCache | None = None) -> None:
-        self.num_slots = num_slots
-        self.disk = disk
+    def __init__(self, tier: HostTier, pool: BlockPool) -> None:
+        self.num_slots = num_slots = tier.num_slots
+        self.min_tokens = tier.min_tokens
+        self.disk = tier.disk
         self.num_stored = 0
         self.num_loaded = 0
         self.num_evicted = 0

@@ -48,8 +48,7 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.errors import EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
-from inflight.kv.disk_cache import DiskCache
-from inflight.kv.host_cache import HostCache
+from inflight.kv.host_cache import HostCache, HostTier
 from inflight.kv.layout import KVTables
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
@@ -77,8 +76,7 @@ class Scheduler:
             logprobs takes one for each token, but never another sequence's: the remaining rows are
             assigned in order of admission, at least one each.
         kv_tables: the block tables of each sequence; None for one that keeps all tokens.
-        host_slots: KV blocks that host memory holds, as the second tier of the prefix cache.
-        disk: KV blocks on disk, as its third tier; None for none.
+        host_tier: tiers of the prefix cache below the pool; None for none.
         prefill_budget: limits prompts in steps that also decode; None for no limit.
         forecast: says how many blocks admissions leave free for the growth of those that run; None
             for one for each sequence that grows.
@@ -106,8 +104,7 @@ class Scheduler:
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
         kv_tables: KVTables | None = None,
-        host_slots: int = 0,
-        disk: DiskCache | None = None,
+        host_tier: HostTier | None = None,
         prefill_budget: PrefillBudget | None = None,
         forecast: KVForecast | None = None,
     ) -> None:
@@ -116,7 +113,7 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.lacks_blocks = False
         self._pool = BlockPool(num_blocks, block_size)
-        self.host_cache = HostCache(host_slots, self._pool, disk) if host_slots else None
+        self.host_cache = None if host_tier is None else HostCache(host_tier, self._pool)
         self._tables = BlockTables(self._pool, enable_prefix_caching, kv_tables, self.host_cache)
         self._max_num_batched_tokens = max_num_batched_tokens
         # Every running sequence may need a token in the same step.

@@ -12,7 +12,7 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.disk_cache import DiskCache, Ended
-from inflight.kv.host_cache import HostCache
+from inflight.kv.host_cache import HostCache, HostTier
 from waiting import wait_until
 
 BLOCK_BYTES = 5000
@@ -179,7 +179,7 @@ def test_a_write_that_fails_loses_only_its_block(
 
 
 def _host(disk: _Disk, pool: BlockPool) -> HostCache:
-    return HostCache(NUM_HOST_SLOTS // 4, pool, disk.cache)
+    return HostCache(HostTier(NUM_HOST_SLOTS // 4, disk=disk.cache), pool)
 
 
 def _store(host: HostCache, pool: BlockPool, disk: _Disk, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inflight.core.batch import Load, Store
 from inflight.core.sequence import Sequence
 from inflight.kv.block_pool import BlockPool
-from inflight.kv.host_cache import HostCache
+from inflight.kv.host_cache import HostCache, HostTier
 from inflight.kv.host_loads import HostLoads
 from scheduling import prompt, sequence
 
@@ -34,7 +34,7 @@ def _evict_all(pool: BlockPool) -> None:
 
 def test_a_block_can_be_loaded_only_once_its_copy_has_ended() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(4, pool)
+    host = HostCache(HostTier(4), pool)
     block = _registered(pool, 1)
     host.offer(block, _key(1))
     stores = host.plan_stores()
@@ -47,7 +47,7 @@ def test_a_block_can_be_loaded_only_once_its_copy_has_ended() -> None:
 
 def test_a_block_is_not_evicted_while_it_is_copied() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(4, pool)
+    host = HostCache(HostTier(4), pool)
     host.offer(_registered(pool, 1), _key(1))
     (store,) = host.plan_stores()
     assert pool.num_free == 7
@@ -59,7 +59,7 @@ def test_a_block_is_not_evicted_while_it_is_copied() -> None:
 
 def test_few_blocks_are_copied_at_a_time_in_order_of_registration() -> None:
     pool = BlockPool(16, 4)
-    host = HostCache(16, pool)
+    host = HostCache(HostTier(16), pool)
     blocks = [_registered(pool, number) for number in range(5)]
     for number, block in enumerate(blocks):
         host.offer(block, _key(number))
@@ -72,7 +72,7 @@ def test_few_blocks_are_copied_at_a_time_in_order_of_registration() -> None:
 
 def test_what_was_evicted_before_its_turn_is_not_copied() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(4, pool)
+    host = HostCache(HostTier(4), pool)
     host.offer(_registered(pool, 1), _key(1))
     _evict_all(pool)
     assert host.plan_stores() == []
@@ -80,7 +80,7 @@ def test_what_was_evicted_before_its_turn_is_not_copied() -> None:
 
 def test_a_block_is_copied_once() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(4, pool)
+    host = HostCache(HostTier(4), pool)
     _stored(pool, host, 1)
     _evict_all(pool)
     host.offer(_registered(pool, 1), _key(1))
@@ -90,7 +90,7 @@ def test_a_block_is_copied_once() -> None:
 
 def test_the_least_recently_used_block_is_replaced() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(2, pool)
+    host = HostCache(HostTier(2), pool)
     _stored(pool, host, 1, 2)
     host.touch([_key(1)])
     _stored(pool, host, 3)
@@ -100,7 +100,7 @@ def test_the_least_recently_used_block_is_replaced() -> None:
 
 def test_a_block_that_is_loaded_is_not_replaced() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(2, pool)
+    host = HostCache(HostTier(2), pool)
     _stored(pool, host, 1, 2)
     host.hold(_key(1))
     host.hold(_key(2))
@@ -113,7 +113,7 @@ def test_a_block_that_is_loaded_is_not_replaced() -> None:
 
 def test_copies_of_a_failed_step_leave_nothing_behind() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(1, pool)
+    host = HostCache(HostTier(1), pool)
     host.offer(_registered(pool, 1), _key(1))
     stores = host.plan_stores()
     host.abandon(stores)
@@ -126,7 +126,7 @@ def test_copies_of_a_failed_step_leave_nothing_behind() -> None:
 
 def _loading(pool: BlockPool) -> tuple[HostCache, HostLoads, Sequence, int]:
     """A sequence that loads a block."""
-    host = HostCache(1, pool)
+    host = HostCache(HostTier(1), pool)
     _stored(pool, host, 1)
     _evict_all(pool)
     loads, one = HostLoads(host, pool), sequence(1, prompt(4))
@@ -161,7 +161,7 @@ def test_loads_of_a_sequence_that_loses_its_blocks_are_dropped() -> None:
 
 def test_a_late_report_of_an_unknown_copy_is_ignored() -> None:
     pool = BlockPool(8, 4)
-    host = HostCache(1, pool)
+    host = HostCache(HostTier(1), pool)
     host.finish([17])
     host.abandon([Store(3, 1, 0)])
     assert len(host) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fake_runner import PagedRunner, alone
 from inflight.core.batch import Batch
 from inflight.core.sequence import Sequence, Status
+from inflight.kv.host_cache import HostTier
 from inflight.scheduling.scheduler import Scheduler
 from scheduling import lengths, prompt, run_all, scheduler, sequence
 
@@ -13,7 +14,7 @@ CHAT = [one % 3 for one in prompt(4 * SIZE)]
 
 
 def _setting(num_blocks: int = 400, **changes: int) -> tuple[Scheduler, PagedRunner]:
-    one = scheduler(num_blocks=num_blocks, block_size=SIZE, host_slots=200, **changes)
+    one = scheduler(num_blocks=num_blocks, block_size=SIZE, host_tier=HostTier(200), **changes)
     return one, PagedRunner(num_blocks, SIZE, host_slots=200)
 
 
@@ -120,6 +121,15 @@ def test_a_cancelled_load_does_not_overwrite_the_next_owner() -> None:
     plan.commit(second, fake.launch(second).result())
     run_all(plan, fake)
     assert other.token_ids[-4:] == alone([2] * 20, 4)
+
+
+def test_what_is_computed_sooner_is_not_loaded() -> None:
+    for min_tokens, loaded in ((16, 4), (17, 0)):
+        plan = scheduler(num_blocks=400, block_size=SIZE, host_tier=HostTier(200, min_tokens))
+        fake = PagedRunner(400, SIZE, host_slots=200)
+        _run(plan, fake, sequence(1, CHAT))
+        plan.add(sequence(2, [*CHAT, 1]))
+        assert len(plan.schedule().loads) == loaded
 
 
 def test_few_blocks_are_loaded_at_a_time() -> None:

@@ -22,6 +22,7 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.engine.admission import PoolLimits
 from inflight.engine.beam_search import BeamGroup
 from inflight.errors import RequestError
+from inflight.kv.host_cache import HostTier
 from inflight.kv.layout import KVTable, KVTables
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.kv_forecast import KVForecast
@@ -125,8 +126,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.config = config
         self.kv_tables = KVTables(tables, config["block_size"])
         self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
+        num_slots = config.pop("host_slots")
+        tier = HostTier(num_slots) if num_slots else None
         self.plan = Scheduler(
-            max_rows=self.max_rows, kv_tables=self.kv_tables, forecast=self.forecast, **config
+            host_tier=tier,
+            max_rows=self.max_rows,
+            kv_tables=self.kv_tables,
+            forecast=self.forecast,
+            **config,
         )
         self.limits = PoolLimits(config["num_blocks"], self.kv_tables, self.plan.max_num_seqs)
         self.pool = self.plan._pool
@@ -135,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
             config["block_size"],
             steps_ahead,
             kv_tables=self.kv_tables,
-            host_slots=config["host_slots"],
+            host_slots=num_slots,
         )
         self.fake.draft = guess
         self.fake.stores_at_once = stores_at_once
