@@ -174,7 +174,7 @@ class DequantizedKV:
 @dataclass(frozen=True, slots=True)
 class Cascade:
     """Memory for the prefixes that chunks of one token share: keys and values of the same blocks at
-    the begin of their block tables are read once for many of them (attention_prefixes.cuh).
+    the start of their block tables are read once for many of them (attention_prefixes.cuh).
 
     `plan` finds them on the device. Where too few keys are shared, results are bitwise those
     without.

@@ -50,7 +50,7 @@ __device__ __forceinline__ unsigned long long block_largest(unsigned long long n
     return number;
 }
 
-// The tiles at the begin of two block tables that are the same in both and full, but for one key of
+// The tiles at the start of two block tables that are the same in both and full, but for one key of
 // each sequence at least. All lanes of a warp call it.
 __device__ __forceinline__ int common_tiles(const PrefixSearch& search, int one, int other,
                                             int kv_len) {
