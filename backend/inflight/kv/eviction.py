@@ -1,0 +1,162 @@
+"""The order in which cached blocks are evicted: by priority, then LRU."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+from inflight.core.request import DEFAULT_CACHE_PRIORITY, PINNED_CACHE_PRIORITY
+
+K = TypeVar("K", int, bytes)
+
+
+class Retention(NamedTuple):
+    """How long a key is kept.
+
+    Attributes:
+        priority: keys of lower priority are evicted first.
+        expires_at: when the priority becomes the default one, in seconds of the pool's clock.
+    """
+
+    priority: int = DEFAULT_CACHE_PRIORITY
+    expires_at: float = math.inf
+
+
+DEFAULT = Retention()
+
+
+class EvictionOrder(Generic[K]):
+    """The keys that can be evicted, in order. O(1) for keys of default priority, otherwise
+    O(log n), or O(number of distinct priorities).
+
+    A key has a retention whether or not it can be evicted now; it loses it when it is evicted.
+    When its time ends, it counts as used once more, at the default priority.
+
+    Args:
+        max_pinned: keys that may be pinned at a time; others get the priority below.
+
+    Attributes:
+        num_pinned: keys that are pinned.
+    """
+
+    def __init__(self, max_pinned: int) -> None:
+        self.num_pinned = 0
+        self._max_pinned = max_pinned
+        # Of default priority, least recently used first: all keys, unless clients ask for more.
+        self._default: OrderedDict[K, None] = OrderedDict()
+        self._levels: dict[int, OrderedDict[K, None]] = {}  # by other priorities, none empty
+        self._retained: dict[K, Retention] = {}  # of any other than the default
+        # A heap of when they end, with those of former retentions.
+        self._ends: list[tuple[float, int, K]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        """Keys that can be evicted."""
+        if not self._levels:
+            return len(self._default)
+        return len(self._default) + sum(map(len, self._levels.values()))
+
+    @property
+    def has_retained(self) -> bool:
+        """Whether any key has another retention than the default."""
+        return bool(self._retained)
+
+    def retention(self, key: K) -> Retention:
+        """Of any key."""
+        return self._retained.get(key, DEFAULT)
+
+    def add(self, key: K) -> None:
+        """A key that cannot be evicted can be from now on; it is the most recently used."""
+        if self._retained and key in self._retained:
+            self._levels.setdefault(self._retained[key].priority, OrderedDict())[key] = None
+        else:
+            self._default[key] = None
+
+    def remove(self, key: K) -> None:
+        """A key that can be evicted cannot be until `add`."""
+        if key in self._default:
+            del self._default[key]
+        else:
+            priority = self._retained[key].priority
+            del self._levels[priority][key]
+            if not self._levels[priority]:
+                del self._levels[priority]
+
+    def pop_next(self, now: float) -> K:
+        """Remove the next key to evict; its retention is forgotten.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if self._ends:
+            self._expire(now)
+        if not self._levels:
+            key, _ = self._default.popitem(last=False)
+            return key
+        lowest = min(self._levels)
+        if self._default and lowest > DEFAULT_CACHE_PRIORITY:
+            return self._default.popitem(last=False)[0]
+        key = next(iter(self._levels[lowest]))
+        self.remove(key)
+        self._forget(key)
+        return key
+
+    def retain(self, keys: Iterable[K], wanted: Retention, now: float) -> None:
+        """The latest user of these keys wants them to be kept like this.
+
+        Those that are pinned stay pinned, for the longer of both times.
+        """
+        self._expire(now)
+        for key in keys:
+            priority, expires_at = wanted
+            former = self.retention(key)
+            if former.priority == PINNED_CACHE_PRIORITY:
+                if priority < PINNED_CACHE_PRIORITY:
+                    continue
+                expires_at = max(expires_at, former.expires_at)
+            elif priority == PINNED_CACHE_PRIORITY and self.num_pinned >= self._max_pinned:
+                priority -= 1
+            if priority != DEFAULT_CACHE_PRIORITY:
+                self._set(key, Retention(priority, expires_at))
+            elif former is not DEFAULT:
+                self._set(key, DEFAULT)
+
+    def _set(self, key: K, retention: Retention) -> None:
+        former = self._retained.get(key)
+        level = self._default if former is None else self._levels.get(former.priority, ())
+        is_in_order = key in level
+        if is_in_order:
+            self.remove(key)
+        if former is not None:
+            self._forget(key)
+        if retention is not DEFAULT:
+            self._retained[key] = retention
+            self.num_pinned += retention.priority == PINNED_CACHE_PRIORITY
+            if retention.expires_at < math.inf:
+                self._note_end(key, retention.expires_at)
+        if is_in_order:
+            self.add(key)
+
+    def _forget(self, key: K) -> None:
+        self.num_pinned -= self._retained.pop(key).priority == PINNED_CACHE_PRIORITY
+
+    def _note_end(self, key: K, expires_at: float) -> None:
+        if len(self._ends) > 2 * len(self._retained) + 16:  # most are of former retentions
+            self._ends = [end for end in self._ends if self._is_current(end)]
+            heapq.heapify(self._ends)
+        heapq.heappush(self._ends, (expires_at, next(self._numbers), key))
+
+    def _is_current(self, end: tuple[float, int, K]) -> bool:
+        expires_at, _, key = end
+        return self.retention(key).expires_at == expires_at
+
+    def _expire(self, now: float) -> None:
+        """Give those keys the default retention whose time has ended."""
+        while self._ends and self._ends[0][0] <= now:
+            end = heapq.heappop(self._ends)
+            if self._is_current(end):
+                self._set(end[2], DEFAULT)
