@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from inflight.config import EngineConfig
 from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.execution.runner import Runner
@@ -19,7 +22,10 @@ def make_prefill_budget(config: EngineConfig) -> PrefillBudget | None:
 
 
 def make_scheduler(
-    config: EngineConfig, runner: Runner, prefill_budget: PrefillBudget | None = None
+    config: EngineConfig,
+    runner: Runner,
+    prefill_budget: PrefillBudget | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """The scheduler of the runner's KV blocks, and its queue."""
     weights = {
@@ -40,6 +46,7 @@ def make_scheduler(
         host_slots=runner.host_slots,
         prefill_budget=prefill_budget,
         forecast=_make_forecast(config, runner),
+        clock=clock,
     )
 
 

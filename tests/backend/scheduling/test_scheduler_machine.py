@@ -81,6 +81,11 @@ def owned_by(one: Sequence) -> list[int]:
 
 HOST_SLOTS = st.sampled_from([0, 1, 4, 20])
 
+# The cache_priority and cache_ttl_s of a request; a step takes a second.
+RETENTIONS = st.sampled_from(
+    [(35, None), (35, None), (0, 5.0), (60, None), (100, 9.0), (100, None)]
+)
+
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
@@ -125,8 +130,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.config = config
         self.kv_tables = KVTables(tables, config["block_size"])
         self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
+        self.now = 0.0
         self.plan = Scheduler(
-            max_rows=self.max_rows, kv_tables=self.kv_tables, forecast=self.forecast, **config
+            max_rows=self.max_rows,
+            kv_tables=self.kv_tables,
+            forecast=self.forecast,
+            clock=lambda: self.now,
+            **config,
         )
         self.limits = PoolLimits(config["num_blocks"], self.kv_tables, self.plan.max_num_seqs)
         self.pool = self.plan._pool
@@ -179,6 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         cache_salt=st.sampled_from(["", "", "x"]),
         priority_class=st.sampled_from(PriorityClass),
+        retention=RETENTIONS,
         stops=st.booleans(),
         needs_committed_tokens=st.sampled_from([False, False, True]),
         num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
@@ -190,6 +201,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         cache_salt: str,
         priority_class: PriorityClass = PriorityClass.INTERACTIVE,
+        retention: tuple[int, float | None] = (35, None),
         stops: bool = False,
         needs_committed_tokens: bool = False,
         num_drafts: int = 0,
@@ -201,6 +213,8 @@ class EngineMachine(RuleBasedStateMachine):
             *(self.num_added, prompt_ids, params, cache_salt),
             tenant=cache_salt,
             priority_class=priority_class,
+            cache_priority=retention[0],
+            cache_ttl_s=retention[1],
         )
         ends = frozenset({STOP}) if stops else frozenset()
         one = Sequence(request, max_tokens, eos_token_ids=ends)
@@ -224,6 +238,7 @@ class EngineMachine(RuleBasedStateMachine):
             other.token_ids[:length],
             data.draw(st.integers(1, 6)),
             other.request.cache_salt,
+            retention=data.draw(RETENTIONS),
             scores=data.draw(st.booleans()),
         )
 
@@ -261,12 +276,29 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(one, Sequence):
             one.num_drafts = num_drafts
 
+    @invariant()
+    def at_most_half_of_each_tier_is_pinned(self) -> None:
+        tiers = [(self.pool._evictable, self.config["num_blocks"])]
+        if self.plan.host_cache is not None:
+            tiers.append((self.plan.host_cache._evictable, self.config["host_slots"]))
+        for order, size in tiers:
+            assert order.num_pinned <= size // 2
+            pins = [kept for kept in order._retained.values() if kept.priority == 100]
+            assert order.num_pinned == len(pins)
+
+    @invariant()
+    def only_cached_blocks_are_retained(self) -> None:
+        assert all(map(self.pool.is_shared, self.pool._evictable._retained))
+        host = self.plan.host_cache
+        assert host is None or host._evictable._retained.keys() <= host._slots.keys()
+
     @rule()
     def resume_all(self) -> None:
         for one in list(self.plan.suspended):
             self.plan.resume(one)
 
     def _step(self, victim: SequenceGroup | None = None, what: str = "") -> None:
+        self.now += 1
         before = list(self.plan.running)
         first_waits = bool(before) and waits(before[0])
         self.plan.stored(self.fake.take_stored())
@@ -521,9 +553,15 @@ class CacheMachine(EngineMachine):
         super().start(steps_ahead, 4, tables, enable_prefix_caching=True, **more, **config)
         self.common = common
 
-    @rule(end=st.lists(st.integers(0, 1), max_size=14), length=st.integers(4, 16))
-    def add_a_similar_prompt(self, end: list[int], length: int) -> None:
-        self.add([*self.common[:length], *end], 2, "")
+    @rule(
+        end=st.lists(st.integers(0, 1), max_size=14),
+        length=st.integers(4, 16),
+        retention=RETENTIONS,
+    )
+    def add_a_similar_prompt(
+        self, end: list[int], length: int, retention: tuple[int, float | None]
+    ) -> None:
+        self.add([*self.common[:length], *end], 2, "", retention=retention)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
@@ -564,9 +602,13 @@ class TierMachine(EngineMachine):
         )
         self.chats = chats
 
-    @rule(which=st.integers(0, 3), end=st.lists(st.integers(0, 1), max_size=2))
-    def add_a_turn(self, which: int, end: list[int]) -> None:
-        self.add([*self.chats[which % len(self.chats)], *end], 2, "")
+    @rule(
+        which=st.integers(0, 3),
+        end=st.lists(st.integers(0, 1), max_size=2),
+        retention=RETENTIONS,
+    )
+    def add_a_turn(self, which: int, end: list[int], retention: tuple[int, float | None]) -> None:
+        self.add([*self.chats[which % len(self.chats)], *end], 2, "", retention=retention)
         self.take_turns()
 
     @rule(which=st.integers(0, 3), beam_width=st.integers(2, 3))
