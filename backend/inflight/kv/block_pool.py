@@ -58,7 +58,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         # A stack: the block released last is likely still in a hardware cache.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._evictable: EvictionOrder[int] = EvictionOrder(num_blocks // 2)
+        self._evictable: EvictionOrder[int] = EvictionOrder(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -172,7 +172,7 @@ class BlockPool:
     def retain(self, keys: Iterable[bytes], retention: Retention) -> None:
         """The latest user of these blocks, of which some may be cached, wants them kept like this.
 
-        At most half of the pool is pinned, so others always find blocks.
+        At most half of the pool is pinned.
         """
         blocks = [block for key in keys if (block := self._by_hash.get(key)) is not None]
         self._evictable.retain(blocks, retention, self.now)

@@ -36,16 +36,24 @@ class EvictionOrder(Generic[K]):
     A key has a retention whether or not it can be evicted now; it loses it when it is evicted.
     When its time ends, it counts as used once more, at the default priority.
 
+    Nobody can take all of it for long: at most half of the keys are pinned, others get the priority
+    below; and at most three quarters are raised, which is to have more than the default priority.
+    Beyond that, those of the lowest of these priorities have the default one, the least recently
+    used first.
+
     Args:
-        max_pinned: keys that may be pinned at a time; others get the priority below.
+        size: keys that there can be.
 
     Attributes:
         num_pinned: keys that are pinned.
+        num_raised: keys of more than the default priority.
     """
 
-    def __init__(self, max_pinned: int) -> None:
+    def __init__(self, size: int) -> None:
         self.num_pinned = 0
-        self._max_pinned = max_pinned
+        self.num_raised = 0
+        self._max_pinned = size // 2
+        self._max_raised = size * 3 // 4
         # Of default priority, least recently used first: all keys, unless clients ask for more.
         self._default: OrderedDict[K, None] = OrderedDict()
         self._levels: dict[int, OrderedDict[K, None]] = {}  # by other priorities, none empty
@@ -120,10 +128,25 @@ class EvictionOrder(Generic[K]):
                 expires_at = max(expires_at, former.expires_at)
             elif priority == PINNED_CACHE_PRIORITY and self.num_pinned >= self._max_pinned:
                 priority -= 1
+            if former.priority <= DEFAULT_CACHE_PRIORITY < priority and not self._make_room(
+                priority
+            ):
+                priority = DEFAULT_CACHE_PRIORITY
             if priority != DEFAULT_CACHE_PRIORITY:
                 self._set(key, Retention(priority, expires_at))
             elif former is not DEFAULT:
                 self._set(key, DEFAULT)
+
+    def _make_room(self, priority: int) -> bool:
+        """Whether one more key can be raised to a priority, if need be instead of another."""
+        if self.num_raised < self._max_raised:
+            return True
+        raised = (level for level in self._levels if level > DEFAULT_CACHE_PRIORITY)
+        lowest = min(raised, default=PINNED_CACHE_PRIORITY)
+        if lowest > priority or lowest == PINNED_CACHE_PRIORITY:
+            return False
+        self._set(next(iter(self._levels[lowest])), DEFAULT)
+        return True
 
     def _set(self, key: K, retention: Retention) -> None:
         former = self._retained.get(key)
@@ -135,14 +158,18 @@ class EvictionOrder(Generic[K]):
             self._forget(key)
         if retention is not DEFAULT:
             self._retained[key] = retention
-            self.num_pinned += retention.priority == PINNED_CACHE_PRIORITY
+            self._count(retention, 1)
             if retention.expires_at < math.inf:
                 self._note_end(key, retention.expires_at)
         if is_in_order:
             self.add(key)
 
     def _forget(self, key: K) -> None:
-        self.num_pinned -= self._retained.pop(key).priority == PINNED_CACHE_PRIORITY
+        self._count(self._retained.pop(key), -1)
+
+    def _count(self, retention: Retention, number: int) -> None:
+        self.num_pinned += number * (retention.priority == PINNED_CACHE_PRIORITY)
+        self.num_raised += number * (retention.priority > DEFAULT_CACHE_PRIORITY)
 
     def _note_end(self, key: K, expires_at: float) -> None:
         if len(self._ends) > 2 * len(self._retained) + 16:  # most are of former retentions

@@ -58,7 +58,7 @@ class HostCache:
         self._pool = pool
         self._max_in_flight = max(1, pool.num_blocks // 8)
         self._slots: dict[bytes, int] = {}  # by hash
-        self._evictable: EvictionOrder[bytes] = EvictionOrder(num_slots // 2)  # those not held
+        self._evictable: EvictionOrder[bytes] = EvictionOrder(num_slots)  # those not held
         self._free = list(range(num_slots - 1, -1, -1))
         self._holds: Counter[bytes] = Counter()
         self._offered: deque[tuple[int, bytes]] = deque(maxlen=pool.num_blocks)

@@ -224,7 +224,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
         self.released: list[int] = []  # cached blocks without owner, least recent first
-        self.timed: set[int] = set()  # blocks whose time may have ended, which is a use
+        self.timed: set[int] = set()  # blocks that may have lost their priority, which is a use
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=2, max_size=8), salt=st.sampled_from("ab"))
     def start(self, token_ids: list[int], salt: str) -> None:
@@ -271,7 +271,9 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.tables.pop(index)
         keys = [self.pool._hashes[block] for block in reversed(blocks)]
         cached = [key for key in keys if key is not None]
+        raised = {one for one in self.released if self._priority(one) > DEFAULT.priority}
         self.pool.retain(cached, Retention(priority, self.pool.now + ttl))
+        self.timed |= {one for one in raised if self.pool.retention(one) is DEFAULT}
         if ttl < math.inf:
             self.timed.update(blocks)
         self.pool.release(blocks)

@@ -13,9 +13,9 @@ from inflight.core.request import DEFAULT_CACHE_PRIORITY, PINNED_CACHE_PRIORITY
 from inflight.kv.eviction import DEFAULT, EvictionOrder, Retention
 
 
-def order_of(*priorities: int, max_pinned: int = 9) -> EvictionOrder[int]:
+def order_of(*priorities: int, size: int = 20) -> EvictionOrder[int]:
     """Keys 0, 1, ... of these priorities, used in this order."""
-    order: EvictionOrder[int] = EvictionOrder(max_pinned)
+    order: EvictionOrder[int] = EvictionOrder(size)
     for key, priority in enumerate(priorities):
         order.add(key)
         order.retain([key], Retention(priority), 0.0)
@@ -90,17 +90,37 @@ def test_a_use_extends_the_time() -> None:
 
 
 def test_more_pins_than_allowed_have_the_priority_below() -> None:
-    order = order_of(100, 100, 100, max_pinned=2)
+    order = order_of(100, 100, 100, size=5)
     assert order.num_pinned == 2
     assert order.retention(2) == Retention(99)
     assert order.pop_next(0.0) == 2
 
 
 def test_a_pin_whose_time_has_ended_makes_room_for_another() -> None:
-    order = order_of(35, 35, max_pinned=1)
+    order = order_of(35, 35, size=2)
     order.retain([0], Retention(100, 3.0), 0.0)
     order.retain([1], Retention(100), 3.0)
     assert (order.retention(0), order.retention(1)) == (DEFAULT, Retention(100))
+
+
+def test_a_quarter_has_no_raised_priority() -> None:
+    order = order_of(80, 60, 60, size=4)
+    order.add(3)
+    order.retain([3], Retention(90), 0.0)
+    assert [order.retention(key).priority for key in range(4)] == [80, 35, 60, 90]
+    order.retain([1], Retention(50), 0.0)
+    assert order.retention(1) is DEFAULT, "all others are more important"
+    order.remove(2)
+    order.retain([1], Retention(60), 0.0)
+    assert order.retention(1) is DEFAULT, "the other of this priority is in use"
+
+
+def test_a_pin_is_not_given_up_for_another() -> None:
+    order = order_of(100, 100, 100, size=4)
+    assert [order.retention(key).priority for key in range(3)] == [100, 100, 99]
+    order.add(3)
+    order.retain([3], Retention(100), 0.0)
+    assert [order.retention(key).priority for key in range(4)] == [100, 100, 35, 99]
 
 
 def test_a_key_that_is_used_often_is_noted_few_times() -> None:
@@ -113,11 +133,12 @@ def test_a_key_that_is_used_often_is_noted_few_times() -> None:
 class OrderMachine(RuleBasedStateMachine):
     """Keys are used and evicted; a model has the retention of each and when it was last used."""
 
-    MAX_PINNED = 3
+    SIZE = 7
+    MAX_PINNED, MAX_RAISED = 3, 5
 
     def __init__(self) -> None:
         super().__init__()
-        self.order: EvictionOrder[int] = EvictionOrder(self.MAX_PINNED)
+        self.order: EvictionOrder[int] = EvictionOrder(self.SIZE)
         self.now = 0.0
         self.num_uses = 0
         self.evictable: dict[int, int] = {}  # by key, its last use
@@ -135,6 +156,8 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule()
     def insert(self) -> None:
+        if len(self._alive()) == self.SIZE:
+            return
         key = self.num_uses
         self.order.add(key)
         self._use(key)
@@ -164,6 +187,7 @@ class OrderMachine(RuleBasedStateMachine):
     def retain(self, data: st.DataObject, priority: int, ttl: float) -> None:
         key = data.draw(st.sampled_from(sorted({*self.evictable, *self.in_use})))
         former = self._current(key)
+        before = {one: self._current(one) for one in self._alive()}
         self.order.retain([key], Retention(priority, self.now + ttl), self.now)
         if former.priority == PINNED_CACHE_PRIORITY and priority < PINNED_CACHE_PRIORITY:
             return
@@ -171,15 +195,31 @@ class OrderMachine(RuleBasedStateMachine):
         if priority == PINNED_CACHE_PRIORITY:
             others = [one for one in self._alive() if one != key]
             is_full = len([one for one in others if self._is_pinned(one)]) >= self.MAX_PINNED
-            assert found.priority == (99 if is_full else 100)
+            priority = 99 if is_full else 100
+        self._check_others(key, priority, before)
+        if found.priority != priority:
+            assert found is DEFAULT
+            assert self.order.num_raised == self.MAX_RAISED
+        elif found is not DEFAULT:
             assert found.expires_at >= self.now + ttl
-        else:
-            assert found.priority == priority
         self.wanted[key] = found
         if key in self.evictable and (found, former) != (DEFAULT, DEFAULT):
             self._use(key)
         if ttl < math.inf:
             self.timed.add(key)
+
+    def _check_others(self, key: int, priority: int, before: dict[int, Retention]) -> None:
+        """At most one other key has lost its retention, which was the least important."""
+        raised = [one for one, kept in before.items() if kept.priority > DEFAULT.priority]
+        for one in self._alive() - {key}:
+            if before[one] is not DEFAULT and self.order.retention(one) is DEFAULT:
+                assert len(raised) == self.MAX_RAISED and key not in raised
+                idle = [before[each].priority for each in raised if each in self.evictable]
+                assert before[one].priority == min(idle) <= priority
+                assert before[one].priority < PINNED_CACHE_PRIORITY
+                self.wanted[one] = DEFAULT
+                self._use(one)
+                raised.remove(one)
 
     @precondition(lambda self: self.evictable)
     @rule()
@@ -211,8 +251,11 @@ class OrderMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         assert len(self.order) == len(self.evictable)
         assert self.order.num_pinned <= self.MAX_PINNED
+        assert self.order.num_raised <= self.MAX_RAISED
         assert self.order.num_pinned >= sum(map(self._is_pinned, self._alive()))
-        assert all(self.order.retention(key) is DEFAULT for key in self._alive() - set(self.wanted))
+        for key in self._alive():
+            if self._current(key) is DEFAULT and self.wanted.get(key, DEFAULT) is DEFAULT:
+                assert self.order.retention(key) is DEFAULT
 
     def teardown(self) -> None:
         assert {self.order.pop_next(math.inf) for _ in self.evictable} == set(self.evictable)

@@ -277,7 +277,7 @@ class EngineMachine(RuleBasedStateMachine):
             one.num_drafts = num_drafts
 
     @invariant()
-    def at_most_half_of_each_tier_is_pinned(self) -> None:
+    def at_most_half_of_each_tier_is_pinned_and_a_quarter_is_not_raised(self) -> None:
         tiers = [(self.pool._evictable, self.config["num_blocks"])]
         if self.plan.host_cache is not None:
             tiers.append((self.plan.host_cache._evictable, self.config["host_slots"]))
@@ -285,6 +285,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert order.num_pinned <= size // 2
             pins = [kept for kept in order._retained.values() if kept.priority == 100]
             assert order.num_pinned == len(pins)
+            raised = [kept for kept in order._retained.values() if kept.priority > 35]
+            assert order.num_raised == len(raised) <= size * 3 // 4
 
     @invariant()
     def only_cached_blocks_are_retained(self) -> None:
