@@ -290,7 +290,6 @@ class BlockTables:
         if request.cache_ttl_s is not None:
             retention = Retention(request.cache_priority, pool.now + request.cache_ttl_s)
         keys = self._keys(table, sequence.block_hashes, first, end)
-        keys.reverse()  # a chain loses its end before its beginning
         pool.retain(keys, retention)
         if host is not None:
             host.retain(keys, retention)

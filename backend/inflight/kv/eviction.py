@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from inflight.core.request import DEFAULT_CACHE_PRIORITY, PINNED_CACHE_PRIORITY
@@ -60,7 +60,8 @@ class EvictionOrder(Generic[K]):
         self._retained: dict[K, Retention] = {}  # of any other than the default
         # A heap of when they end, with those of former retentions.
         self._ends: list[tuple[float, int, K]] = []
-        self._numbers = itertools.count()
+        # Of keys that end at the same time, the last noted ends first: the end of a chain.
+        self._numbers = itertools.count(0, -1)
 
     def __len__(self) -> int:
         """Keys that can be evicted."""
@@ -117,8 +118,13 @@ class EvictionOrder(Generic[K]):
         """The latest user of these keys wants them to be kept like this.
 
         Those that are pinned stay pinned, for the longer of both times.
+
+        Args:
+            keys: of a chain, from its beginning: where there is room for a part of them, it is for
+                the first ones, and the last ones are evicted first.
         """
         self._expire(now)
+        changed: dict[K, None] = {}
         for key in keys:
             priority, expires_at = wanted
             former = self.retention(key)
@@ -128,30 +134,41 @@ class EvictionOrder(Generic[K]):
                 expires_at = max(expires_at, former.expires_at)
             elif priority == PINNED_CACHE_PRIORITY and self.num_pinned >= self._max_pinned:
                 priority -= 1
-            if former.priority <= DEFAULT_CACHE_PRIORITY < priority and not self._make_room(
-                priority
-            ):
+            is_raised = priority > DEFAULT_CACHE_PRIORITY >= former.priority
+            if is_raised and not self._make_room(priority, changed):
                 priority = DEFAULT_CACHE_PRIORITY
             if priority != DEFAULT_CACHE_PRIORITY:
                 self._set(key, Retention(priority, expires_at))
+                changed[key] = None
             elif former is not DEFAULT:
                 self._set(key, DEFAULT)
+                changed[key] = None
+        for key in reversed(changed):
+            if self._is_in_order(key):
+                self.remove(key)
+                self.add(key)
 
-    def _make_room(self, priority: int) -> bool:
-        """Whether one more key can be raised to a priority, if need be instead of another."""
+    def _make_room(self, priority: int, kept: Collection[K]) -> bool:
+        """Whether one more key can be raised to a priority, if need be instead of another that is
+        not to be kept."""
         if self.num_raised < self._max_raised:
             return True
         raised = (level for level in self._levels if level > DEFAULT_CACHE_PRIORITY)
         lowest = min(raised, default=PINNED_CACHE_PRIORITY)
         if lowest > priority or lowest == PINNED_CACHE_PRIORITY:
             return False
-        self._set(next(iter(self._levels[lowest])), DEFAULT)
+        oldest = next(iter(self._levels[lowest]))
+        if oldest in kept:
+            return False
+        self._set(oldest, DEFAULT)
         return True
+
+    def _is_in_order(self, key: K) -> bool:
+        return key in self._levels.get(self.retention(key).priority, self._default)
 
     def _set(self, key: K, retention: Retention) -> None:
         former = self._retained.get(key)
-        level = self._default if former is None else self._levels.get(former.priority, ())
-        is_in_order = key in level
+        is_in_order = self._is_in_order(key)
         if is_in_order:
             self.remove(key)
         if former is not None:

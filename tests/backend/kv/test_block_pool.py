@@ -191,7 +191,7 @@ def test_a_pinned_block_survives_any_traffic_and_is_given_away_at_need() -> None
     pool = BlockPool(4, BLOCK_SIZE)
     pinned = chain([1, 2, 3, 4])
     pool.release(filled(pool, pinned))
-    pool.retain(reversed(pinned), Retention(100))
+    pool.retain(pinned, Retention(100))
     for number in range(5, 30):
         pool.release(filled(pool, chain([number, number, number, number])))
         assert len(pool.lookup(pinned)) == 2
@@ -269,7 +269,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.now += seconds
         index = data.draw(st.integers(0, len(self.tables) - 1))
         blocks = self.tables.pop(index)
-        keys = [self.pool._hashes[block] for block in reversed(blocks)]
+        keys = [self.pool._hashes[block] for block in blocks]
         cached = [key for key in keys if key is not None]
         raised = {one for one in self.released if self._priority(one) > DEFAULT.priority}
         self.pool.retain(cached, Retention(priority, self.pool.now + ttl))

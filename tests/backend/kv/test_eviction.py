@@ -78,7 +78,7 @@ def test_a_time_that_has_ended_leaves_the_default_priority() -> None:
     order.retain([2], Retention(0, 6.0), 0.0)
     order.add(3)
     assert order.pop_next(5.9) == 2
-    assert popped(order, 7.0) == [3, 0, 1]
+    assert popped(order, 7.0) == [3, 1, 0]
     assert order.num_pinned == 0
 
 
@@ -121,6 +121,27 @@ def test_a_pin_is_not_given_up_for_another() -> None:
     order.add(3)
     order.retain([3], Retention(100), 0.0)
     assert [order.retention(key).priority for key in range(4)] == [100, 100, 35, 99]
+
+
+def test_a_chain_is_kept_from_its_beginning_and_evicted_from_its_end() -> None:
+    order: EvictionOrder[int] = EvictionOrder(8)
+    for key in reversed(range(8)):
+        order.add(key)
+    order.retain(range(8), Retention(100), 0.0)
+    priorities = [order.retention(key).priority for key in range(8)]
+    assert priorities == [100, 100, 100, 100, 99, 99, 35, 35]
+    assert popped(order) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_chain_does_not_take_the_place_of_its_own_beginning(is_in_use: bool) -> None:
+    order: EvictionOrder[int] = EvictionOrder(8)
+    for key in reversed(range(8)):
+        order.add(key)
+        if is_in_use:
+            order.remove(key)
+    order.retain(range(8), Retention(60), 0.0)
+    assert [order.retention(key).priority for key in range(8)] == [60] * 6 + [35] * 2
 
 
 def test_a_key_that_is_used_often_is_noted_few_times() -> None:
