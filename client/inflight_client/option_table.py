@@ -156,6 +156,14 @@ class Options(TypedDict, total=False):
     """Milliseconds from the request's arrival after which nothing is computed for it: it ends with
     an error, wherever it is by then.
     """
+    cache_priority: int
+    """How long the KV blocks of prompt and output stay in the prefix cache: those of lower priority
+    are evicted first.
+    """
+    cache_ttl_s: float
+    """Seconds from the end of the request after which `cache_priority` falls back to its default;
+    each later request with the same prefix and option extends it.
+    """
 
 
 # KServe's names of the datatypes. Where dims are [-1] there are lists in `Options`.
@@ -215,4 +223,6 @@ DATATYPES: dict[str, str] = {
     "guided_decoding_guide": "BYTES",
     "priority_class": "BYTES",
     "deadline_ms": "INT32",
+    "cache_priority": "INT32",
+    "cache_ttl_s": "FP32",
 }

@@ -24,6 +24,8 @@ def test_options_travel_as_the_tensors_of_the_contract() -> None:
             seed=2**64 - 1,
             ignore_eos=True,
             stop_words=["a", "bc"],
+            cache_priority=100,
+            cache_ttl_s=1.5,
         )
         (call,) = server.calls
     assert call.request.model_name == "generate"
@@ -34,6 +36,8 @@ def test_options_travel_as_the_tensors_of_the_contract() -> None:
     assert call.input("seed") == ("UINT64", [1], b"\xff" * 8)
     assert call.input("ignore_eos") == ("BOOL", [1], b"\1")
     assert call.input("stop_words") == ("BYTES", [2], b"\1\0\0\0a\2\0\0\0bc")
+    assert call.input("cache_priority") == ("INT32", [1], struct.pack("<i", 100))
+    assert call.input("cache_ttl_s") == ("FP32", [1], struct.pack("<f", 1.5))
 
 
 def test_lists_and_biases_travel_as_tensors() -> None:

@@ -137,12 +137,25 @@ def test_a_request_that_is_done_in_time_is_answered(idle: Serving) -> None:
     [
         ("priority_class", "urgent", "priority_class: 'urgent' is unknown; allowed: interactive"),
         ("deadline_ms", 0, "deadline_ms: 0 is out of range; allowed: 1 to 86400000"),
+        ("cache_priority", 101, "cache_priority: 101 is out of range; allowed: 0 to 100"),
+        ("cache_ttl_s", -1.0, "cache_ttl_s: -1.0 is out of range; allowed: more than 0, up to"),
     ],
 )
 def test_other_values_are_refused_by_name(idle: Serving, name: str, value: Any, error: str) -> None:
     request = body(max_tokens=1, **{name: value})
     status, _, reply = over_http(idle.http, "/v2/models/generate/generate", request)
     assert status == 400 and error in reply["error"]
+
+
+def test_a_request_may_say_how_long_it_is_cached(idle: Serving) -> None:
+    kept = (tensor("cache_priority", "INT32", 100), tensor("cache_ttl_s", "FP32", 60.0))
+    (answer,) = over_grpc(idle, max_tokens(4), *kept)
+    assert answer["num_output_tokens"] == 4
+    request = body(max_tokens=4, cache_priority=100, cache_ttl_s=60)
+    status, _, _ = over_http(idle.http, "/v2/models/generate/generate", request)
+    assert status == 200
+    with Client(idle.grpc) as client:
+        client.generate(PROMPT, max_tokens=4, cache_priority=0, cache_ttl_s=0.5)
 
 
 def in_engine(server: Serving) -> int:

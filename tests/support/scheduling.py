@@ -8,7 +8,7 @@ from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
 from inflight.engine.beam_search import BeamGroup
 from inflight.engine.output import OutputStage
-from inflight.kv.host_cache import HostTier
+from inflight.kv.tiers.host_cache import HostTier
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.scheduler import Scheduler

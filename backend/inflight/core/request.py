@@ -13,6 +13,10 @@ from inflight.sampling.params import SamplingParams
 AUTO_DRAFTS = -1
 """The number of drafts adapts to their acceptance rate (see `scheduling.draft_budget`)."""
 
+DEFAULT_CACHE_PRIORITY = 35  # as in TensorRT-LLM
+PINNED_CACHE_PRIORITY = 100
+"""The highest; the share of blocks that have it is limited."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended without an error."""
@@ -72,6 +76,10 @@ class Request(msgspec.Struct, frozen=True):
         priority_class: its class.
         deadline_ms: milliseconds from its arrival after which nothing is computed for it; None for
             no deadline.
+        cache_priority: of its KV blocks in the prefix cache, its output's included: those of lower
+            priority are evicted first.
+        cache_ttl_s: seconds from its end after which they have the default priority; None for no
+            limit.
     """
 
     request_id: int
@@ -87,6 +95,8 @@ class Request(msgspec.Struct, frozen=True):
     tenant: str = ""
     priority_class: PriorityClass = PriorityClass.INTERACTIVE
     deadline_ms: int | None = None
+    cache_priority: int = DEFAULT_CACHE_PRIORITY
+    cache_ttl_s: float | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -86,7 +86,7 @@ class Engine:
         self.max_model_len = max_model_len
         detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self._prefill_budget = make_prefill_budget(config)
-        self.scheduler = make_scheduler(config, runner, self._prefill_budget)
+        self.scheduler = make_scheduler(config, runner, self._prefill_budget, clock)
         self.admission = Admission(
             PoolLimits(runner.num_blocks, runner.kv_tables, self.scheduler.max_num_seqs),
             runner.vocab_size,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from inflight.config import EngineConfig
 from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.execution.runner import Runner
-from inflight.kv.disk_cache import DiskCache
-from inflight.kv.host_cache import HostTier
+from inflight.kv.tiers.disk_cache import DiskCache
+from inflight.kv.tiers.host_cache import HostTier
 from inflight.scheduling.draft_budget import DraftBudget
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
@@ -23,7 +25,10 @@ def make_prefill_budget(config: EngineConfig) -> PrefillBudget | None:
 
 
 def make_scheduler(
-    config: EngineConfig, runner: Runner, prefill_budget: PrefillBudget | None = None
+    config: EngineConfig,
+    runner: Runner,
+    prefill_budget: PrefillBudget | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """The scheduler of the runner's KV blocks, and its queue."""
     weights = {
@@ -44,6 +49,7 @@ def make_scheduler(
         host_tier=make_host_tier(config, runner),
         prefill_budget=prefill_budget,
         forecast=_make_forecast(config, runner),
+        clock=clock,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from inflight.config import MAX_DRAFTS
 from inflight.core.batch import StepOutput
 from inflight.engine.stats import Stats
-from inflight.kv.host_cache import HostCache
+from inflight.kv.tiers.host_cache import HostCache
 from inflight.scheduling.scheduler import Scheduler
 
 

@@ -31,9 +31,9 @@ from inflight.execution.runner import HostMemory
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.budget import num_kv_blocks
 from inflight.kv.cache import KVCache
-from inflight.kv.fingerprint import kv_fingerprint
-from inflight.kv.host_blocks import HostBlocks, block_parts
 from inflight.kv.layout import KVTables
+from inflight.kv.tiers.fingerprint import kv_fingerprint
+from inflight.kv.tiers.host_blocks import HostBlocks, block_parts
 from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams

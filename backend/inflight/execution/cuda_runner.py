@@ -53,10 +53,10 @@ from inflight.execution.launch_recording import find_kernels
 from inflight.execution.runner import HostMemory, PendingStep
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.budget import gpu_budget_bytes, gpu_pool_bytes, num_kv_blocks
-from inflight.kv.fingerprint import kv_fingerprint
-from inflight.kv.host_blocks import block_parts
-from inflight.kv.host_transfers import HostTransfers
 from inflight.kv.layout import KVTables
+from inflight.kv.tiers.fingerprint import kv_fingerprint
+from inflight.kv.tiers.host_blocks import block_parts
+from inflight.kv.tiers.host_transfers import HostTransfers
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
 from inflight.scheduling.draft_budget import StepCosts

@@ -20,7 +20,7 @@ class HostMemory:
 
     Attributes:
         slots: [slots, bytes of a block].
-        fingerprint: see `kv.fingerprint`.
+        fingerprint: see `kv.tiers.fingerprint`.
         min_tokens: fewer tokens of a prefix are computed sooner than they are loaded.
     """
 

@@ -17,7 +17,7 @@ from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.stats import Stats
 from inflight.errors import InflightError
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_FRAME = 64 << 20
 _LENGTH = struct.Struct("<I")
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from inflight.errors import EngineError
+from inflight.kv.eviction import EvictionOrder, Retention
 
 
 def root_hash(cache_salt: str) -> bytes:
@@ -36,10 +36,11 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockPool:
     """Ref counts, free list and prefix map of `num_blocks` KV blocks; O(1) per block.
 
-    Eviction is LRU by release time and happens only when no block is free. `release` releases a
-    table's tail first, so a chain loses its end before its beginning.
+    Eviction is by priority, LRU by release time within one, and happens only when no block is free.
+    `release` releases a table's tail first, so a chain loses its end before its beginning.
 
     Attributes:
+        now: the time, in seconds of one clock; set by the caller.
         num_blocks: blocks in the pool.
         block_size: tokens per block.
         queries: blocks requested in `acquire` so far.
@@ -49,6 +50,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.now = 0.0
         self.queries = 0
         self.hits = 0
         self._ref_counts = [0] * num_blocks
@@ -56,7 +58,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         # A stack: the block released last is likely still in a hardware cache.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._evictable: EvictionOrder[int] = EvictionOrder(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -136,11 +138,12 @@ class BlockPool:
         """
         if self._free:
             block = self._free.pop()
-        elif self._evictable:
-            block, _ = self._evictable.popitem(last=False)
-            self._evict(block)
         else:
-            raise EngineError(f"all {self.num_blocks} KV blocks are in use")
+            try:
+                block = self._evictable.pop_next(self.now)
+            except KeyError:
+                raise EngineError(f"all {self.num_blocks} KV blocks are in use") from None
+            self._evict(block)
         self._ref_counts[block] = 1
         return block
 
@@ -157,6 +160,23 @@ class BlockPool:
         self._hashes[block] = key
         return True
 
+    @property
+    def has_retained(self) -> bool:
+        """Whether any cached block has another retention than the default."""
+        return self._evictable.has_retained
+
+    def retention(self, block: int) -> Retention:
+        """Of any block."""
+        return self._evictable.retention(block)
+
+    def retain(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """The latest user of these blocks, of which some may be cached, wants them kept like this.
+
+        At most half of the pool is pinned.
+        """
+        blocks = [block for key in keys if (block := self._by_hash.get(key)) is not None]
+        self._evictable.retain(blocks, retention, self.now)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Release the blocks of one table, the only way to do so.
 
@@ -171,11 +191,11 @@ class BlockPool:
                 if self._hashes[block] is None:
                     self._free.append(block)
                 else:
-                    self._evictable[block] = None
+                    self._evictable.add(block)
 
     def _own(self, block: int) -> None:
         if self._ref_counts[block] == 0:
-            del self._evictable[block]
+            self._evictable.remove(block)
         self._ref_counts[block] += 1
 
     def _evict(self, block: int) -> None:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from inflight.core.batch import Batch, Load, Store
+from inflight.core.request import DEFAULT_CACHE_PRIORITY
 from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.kv.block_pool import BlockPool, block_hash, root_hash
-from inflight.kv.host_cache import HostCache
-from inflight.kv.host_loads import HostLoads
+from inflight.kv.eviction import Retention
 from inflight.kv.layout import KVTables
 from inflight.kv.pending_prefixes import WORTH_TOKENS, PendingPrefixes
+from inflight.kv.tiers.host_cache import HostCache
+from inflight.kv.tiers.host_loads import HostLoads
 
 Copy = tuple[int, int]
 """(source, target): blocks to copy before a step."""
@@ -130,6 +132,10 @@ class BlockTables:
             self._pending.remove(sequence, sequence.block_hashes)
         if self._loads is not None:
             self._loads.drop(sequence)
+        for index, (first, table) in enumerate(
+            zip(sequence.first_blocks, sequence.tables, strict=True)
+        ):
+            self._retain(sequence, index, first, len(table))
         for first, table in zip(sequence.first_blocks, sequence.tables, strict=True):
             self.pool.release(table[first:])
         self._set(sequence, [[] for _ in self._tables])
@@ -287,14 +293,31 @@ class BlockTables:
                 for block, key in zip(sequence.tables[table][first:last], keys, strict=True):
                     if self.pool.register(block, key) and self._host is not None:
                         self._host.offer(block, key)
+                if sequence.request.cache_priority != DEFAULT_CACHE_PRIORITY:
+                    self._retain(sequence, table, first, last)  # for their copies in host memory
         if self._frees_windows:
             self._free_outside_windows(sequence, end)
+
+    def _retain(self, sequence: Sequence, table: int, first: int, end: int) -> None:
+        """Blocks [first, end) of a table have a sequence's priority now, as their latest user."""
+        request, pool, host = sequence.request, self.pool, self._host
+        is_default = request.cache_priority == DEFAULT_CACHE_PRIORITY
+        if is_default and not pool.has_retained and not (host and host.has_retained):
+            return
+        retention = Retention(request.cache_priority)
+        if request.cache_ttl_s is not None:
+            retention = Retention(request.cache_priority, pool.now + request.cache_ttl_s)
+        keys = self._keys(table, sequence.block_hashes, first, end)
+        pool.retain(keys, retention)
+        if host is not None:
+            host.retain(keys, retention)
 
     def _free_outside_windows(self, sequence: Sequence, position: int) -> None:
         """Free the blocks that no query from `position` on reads; their entries stay."""
         for index, (table, span) in enumerate(zip(self._tables, self._spans, strict=True)):
             first, kept = sequence.first_blocks[index], table.first_kept(position) // span
             if kept > first:
+                self._retain(sequence, index, first, kept)
                 self.pool.release(sequence.tables[index][first:kept])
                 sequence.first_blocks[index] = kept
 
@@ -351,6 +374,8 @@ class BlockTables:
         """Blocks of cached keys: those in the pool, and new ones for those in host memory."""
         if self._loads is None:
             return [self.pool.acquire(keys) for keys in chains]
+        for keys in chains:
+            self._loads.host.touch(keys)  # in use, wherever they are
         held = [[self.pool.hold(key) for key in keys] for keys in chains]
         return [
             [

@@ -38,8 +38,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from inflight.core.batch import Batch, Chunk, Committed, StepOutput
@@ -48,8 +49,8 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.errors import EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
-from inflight.kv.host_cache import HostCache, HostTier
 from inflight.kv.layout import KVTables
+from inflight.kv.tiers.host_cache import HostCache, HostTier
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.token_charges import TokenCharges
@@ -80,6 +81,7 @@ class Scheduler:
         prefill_budget: limits prompts in steps that also decode; None for no limit.
         forecast: says how many blocks admissions leave free for the growth of those that run; None
             for one for each sequence that grows.
+        clock: seconds, monotonic; read once per step, for the times of the prefix cache.
 
     Attributes:
         max_num_seqs: maximum running sequences.
@@ -107,11 +109,13 @@ class Scheduler:
         host_tier: HostTier | None = None,
         prefill_budget: PrefillBudget | None = None,
         forecast: KVForecast | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.lacks_blocks = False
+        self._clock = clock
         self._pool = BlockPool(num_blocks, block_size)
         self.host_cache = None if host_tier is None else HostCache(host_tier, self._pool)
         self._tables = BlockTables(self._pool, enable_prefix_caching, kv_tables, self.host_cache)
@@ -173,6 +177,7 @@ class Scheduler:
         what is left, so that a long prompt delays later ones but does not starve them; the
         remainder goes to the last.
         """
+        self._pool.now = self._clock()
         chunks: list[Chunk] = []
         copies: list[Copy] = []
         preempted = self.num_preemptions

@@ -18,6 +18,7 @@ from inflight.core.output_constraint import StructuredOutput
 from inflight.core.output_constraint import parse as parse_guide
 from inflight.core.request import (
     AUTO_DRAFTS,
+    DEFAULT_CACHE_PRIORITY,
     Candidate,
     FinishReason,
     PriorityClass,
@@ -95,7 +96,8 @@ class Generation(msgspec.Struct, frozen=True):
         n: outputs to return.
         best_of: outputs to generate; the n with the highest mean logprob are returned. n for a beam
             search, which generates its outputs together.
-        speculation, structured, return_timing, tenant, priority_class, deadline_ms: see Request.
+        speculation, structured, return_timing, tenant, priority_class, deadline_ms, cache_priority,
+            cache_ttl_s: see Request.
         kept: special tokens that stay in the text.
     """
 
@@ -114,6 +116,8 @@ class Generation(msgspec.Struct, frozen=True):
     tenant: str = ""
     priority_class: PriorityClass = PriorityClass.INTERACTIVE
     deadline_ms: int | None = None
+    cache_priority: int = DEFAULT_CACHE_PRIORITY
+    cache_ttl_s: float | None = None
 
     def requests(self, request_ids: list[int]) -> list[Request]:
         """The engine's requests, one for each of `best_of` outputs.
@@ -135,6 +139,8 @@ class Generation(msgspec.Struct, frozen=True):
             tenant=self.tenant,
             priority_class=self.priority_class,
             deadline_ms=self.deadline_ms,
+            cache_priority=self.cache_priority,
+            cache_ttl_s=self.cache_ttl_s,
         )
         if self.params.beam_width > 1:
             return [
@@ -209,6 +215,8 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         tenant=options.cache_salt,  # unless an API key says whose it is
         priority_class=_priority_class(options.priority_class, names),
         deadline_ms=options.deadline_ms,
+        cache_priority=options.cache_priority,
+        cache_ttl_s=options.cache_ttl_s,
         stream=options.stream,
         n=n,
         best_of=best_of,

@@ -12,7 +12,7 @@ import msgspec
 
 from inflight.config import MAX_DRAFTS
 from inflight.core.output_constraint import KINDS
-from inflight.core.request import PriorityClass
+from inflight.core.request import DEFAULT_CACHE_PRIORITY, PINNED_CACHE_PRIORITY, PriorityClass
 from inflight.sampling.options import Option, check_options, option_fields
 from inflight.sampling.params import SAMPLING_OPTIONS
 
@@ -20,6 +20,7 @@ MAX_OUTPUTS = 64
 MAX_SALT_LENGTH = 256
 MAX_KEPT_TOKENS = 64
 MAX_DEADLINE_MS = 24 * 60 * 60 * 1000
+MAX_CACHE_TTL_S = 30 * 24 * 60 * 60
 
 
 class RequestOptions(msgspec.Struct, frozen=True):
@@ -171,6 +172,31 @@ class RequestOptions(msgspec.Struct, frozen=True):
             low=1,
             high=MAX_DEADLINE_MS,
             allowed=f"1 to {MAX_DEADLINE_MS}",
+            vllm=(),
+            default="none",
+        ),
+    ] = None
+    cache_priority: Annotated[
+        int,
+        Option(
+            "How long the KV blocks of prompt and output stay in the prefix cache: those of lower "
+            f"priority are evicted first. {PINNED_CACHE_PRIORITY} pins them, in up to half of the "
+            "cache. The latest request with a prefix sets its priority, unless it is pinned.",
+            low=0,
+            high=PINNED_CACHE_PRIORITY,
+            allowed=f"0 to {PINNED_CACHE_PRIORITY}",
+            vllm=(),
+        ),
+    ] = DEFAULT_CACHE_PRIORITY
+    cache_ttl_s: Annotated[
+        float | None,
+        Option(
+            "Seconds from the end of the request after which `cache_priority` falls back to its "
+            "default; each later request with the same prefix and option extends it.",
+            low=0.0,
+            high=MAX_CACHE_TTL_S,
+            open_low=True,
+            allowed=f"more than 0, up to {MAX_CACHE_TTL_S}",
             vllm=(),
             default="none",
         ),

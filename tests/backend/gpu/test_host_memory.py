@@ -16,8 +16,8 @@ import windowed
 from inflight.checkpoint.locate import Checkpoint
 from inflight.core.batch import Batch, Load, Store
 from inflight.engine.engine import Engine, generate
-from inflight.kv.host_blocks import block_parts
-from inflight.kv.host_transfers import HostTransfers
+from inflight.kv.tiers.host_blocks import block_parts
+from inflight.kv.tiers.host_transfers import HostTransfers
 from returning_chats import NUM_CHATS, NUM_TURNS, chat, turn
 
 pytestmark = pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inflight.errors import EngineError
 from inflight.kv.block_pool import BlockPool, block_hash, root_hash
+from inflight.kv.eviction import DEFAULT, Retention
 
 BLOCK_SIZE = 2
 
@@ -170,6 +173,46 @@ def test_a_shared_block_is_freed_with_its_last_owner() -> None:
         pool.share(blocks)
 
 
+def test_blocks_of_lower_priority_are_evicted_first() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    low, middle, high = (chain([number, number]) for number in range(3))
+    for hashes, priority in ((high, 90), (low, 10), (middle, 35)):
+        pool.release(filled(pool, hashes))
+        pool.retain(hashes, Retention(priority))
+    pool.allocate()  # the free one
+    found = []
+    for _ in range(3):
+        pool.allocate()
+        found.append([hashes for hashes in (low, middle, high) if pool.lookup(hashes)])
+    assert found == [[middle, high], [high], []]
+
+
+def test_a_pinned_block_survives_any_traffic_and_is_given_away_at_need() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    pinned = chain([1, 2, 3, 4])
+    pool.release(filled(pool, pinned))
+    pool.retain(pinned, Retention(100))
+    for number in range(5, 30):
+        pool.release(filled(pool, chain([number, number, number, number])))
+        assert len(pool.lookup(pinned)) == 2
+    assert sorted(pool.allocate() for _ in range(4)) == [0, 1, 2, 3]
+    assert not pool.has_retained
+
+
+def test_at_most_half_of_the_pool_is_pinned() -> None:
+    pool = BlockPool(6, BLOCK_SIZE)
+    hashes = chain(list(range(8)))
+    blocks = filled(pool, hashes)
+    pool.retain(hashes, Retention(100))
+    assert [pool.retention(block).priority for block in blocks] == [100, 100, 100, 99]
+
+
+def test_what_is_not_cached_has_no_retention() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    pool.retain(chain([1, 2]), Retention(100))
+    assert not pool.has_retained
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Tables are created and freed; a model with full histories predicts each block's content."""
 
@@ -181,6 +224,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
         self.released: list[int] = []  # cached blocks without owner, least recent first
+        self.timed: set[int] = set()  # blocks that may have lost their priority, which is a use
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=2, max_size=8), salt=st.sampled_from("ab"))
     def start(self, token_ids: list[int], salt: str) -> None:
@@ -215,10 +259,23 @@ class PoolMachine(RuleBasedStateMachine):
             self.tables.append([self._allocate()])
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    @rule(
+        data=st.data(),
+        priority=st.sampled_from([35, 35, 35, 0, 60, 100]),
+        ttl=st.sampled_from([math.inf, 2.0]),
+        seconds=st.sampled_from([0.0, 1.0]),
+    )
+    def end(self, data: st.DataObject, priority: int, ttl: float, seconds: float) -> None:
+        self.pool.now += seconds
         index = data.draw(st.integers(0, len(self.tables) - 1))
         blocks = self.tables.pop(index)
+        keys = [self.pool._hashes[block] for block in blocks]
+        cached = [key for key in keys if key is not None]
+        raised = {one for one in self.released if self._priority(one) > DEFAULT.priority}
+        self.pool.retain(cached, Retention(priority, self.pool.now + ttl))
+        self.timed |= {one for one in raised if self.pool.retention(one) is DEFAULT}
+        if ttl < math.inf:
+            self.timed.update(blocks)
         self.pool.release(blocks)
         self.released += [
             block
@@ -229,15 +286,32 @@ class PoolMachine(RuleBasedStateMachine):
     def _allocate(self) -> int:
         owned = {block for blocks in self.tables for block in blocks}
         free = self.NUM_BLOCKS - len(owned | set(self.released))
+        priorities = {one: self._priority(one) for one in self.released}
         block = self.pool.allocate()
         assert block not in owned, "given to two owners"
         assert self.pool.ref_count(block) == 1
         assert not self.pool.is_shared(block)
         assert (block in self.released) == (free == 0), "a cached block goes only at need"
         if block in self.released:
-            assert block == self.released.pop(0), "not the least recently released"
+            assert priorities[block] == min(priorities.values()), "not of the lowest priority"
+            earlier = self.released[: self.released.index(block)]
+            equal = {one for one in earlier if priorities[one] == priorities[block]}
+            assert equal <= self.timed, "not the least recently released"
+            self.released.remove(block)
+        self.timed.discard(block)
+        assert self.pool.retention(block) is DEFAULT
         self.content.pop(block, None)
         return block
+
+    def _priority(self, block: int) -> int:
+        priority, expires_at = self.pool.retention(block)
+        return priority if expires_at > self.pool.now else DEFAULT.priority
+
+    @invariant()
+    def few_blocks_are_pinned(self) -> None:
+        retained = [block for block in range(self.NUM_BLOCKS) if self.pool.retention(block)[0] > 99]
+        assert len(retained) <= self.NUM_BLOCKS // 2
+        assert all(self.pool.is_shared(block) for block in retained), "it is not cached"
 
     @invariant()
     def counts_agree(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fake_runner import PagedRunner, alone
 from inflight.core.batch import Batch
 from inflight.core.sequence import Sequence, Status
-from inflight.kv.host_cache import HostTier
+from inflight.kv.tiers.host_cache import HostTier
 from inflight.scheduling.scheduler import Scheduler
 from scheduling import lengths, prompt, run_all, scheduler, sequence
 
@@ -130,6 +130,25 @@ def test_what_is_computed_sooner_is_not_loaded() -> None:
         _run(plan, fake, sequence(1, CHAT))
         plan.add(sequence(2, [*CHAT, 1]))
         assert len(plan.schedule().loads) == loaded
+
+
+def test_what_the_pool_serves_stays_in_host_memory() -> None:
+    """Blocks that are in use on the device are not the ones that host memory gives up."""
+    plan = scheduler(num_blocks=400, block_size=SIZE, host_tier=HostTier(8))
+    fake = PagedRunner(400, SIZE, host_slots=8)
+    older, newer = [[first] * 3 + CHAT for first in (1, 2)]
+    requests = [CHAT, older[: 2 * SIZE], [*CHAT, 1], newer[: 4 * SIZE]]
+    for request_id, prompt_ids in enumerate(requests):
+        plan.add(sequence(request_id, prompt_ids, max_tokens=1))
+        while plan.running or plan.waiting:
+            _step(plan, fake)
+        fake.storing += plan.plan_stores().stores
+        plan.stored(fake.take_stored())
+    host = plan.host_cache
+    assert host is not None
+    assert host.num_evicted == 2
+    keys = plan._tables._hashes_of(sequence(9, CHAT), len(CHAT))
+    assert all(key in host for key in keys)
 
 
 def test_few_blocks_are_loaded_at_a_time() -> None:

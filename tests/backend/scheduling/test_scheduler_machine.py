@@ -22,8 +22,8 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.engine.admission import PoolLimits
 from inflight.engine.beam_search import BeamGroup
 from inflight.errors import RequestError
-from inflight.kv.host_cache import HostTier
 from inflight.kv.layout import KVTable, KVTables
+from inflight.kv.tiers.host_cache import HostTier
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.output_lengths import MIN_SAMPLES, OutputLengths
@@ -82,6 +82,11 @@ def owned_by(one: Sequence) -> list[int]:
 
 HOST_SLOTS = st.sampled_from([0, 1, 4, 20])
 
+# The cache_priority and cache_ttl_s of a request; a step takes a second.
+RETENTIONS = st.sampled_from(
+    [(35, None), (35, None), (0, 5.0), (60, None), (100, 9.0), (100, None)]
+)
+
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
@@ -128,11 +133,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
         num_slots = config.pop("host_slots")
         tier = HostTier(num_slots) if num_slots else None
+        self.now = 0.0
         self.plan = Scheduler(
             host_tier=tier,
             max_rows=self.max_rows,
             kv_tables=self.kv_tables,
             forecast=self.forecast,
+            clock=lambda: self.now,
             **config,
         )
         self.limits = PoolLimits(config["num_blocks"], self.kv_tables, self.plan.max_num_seqs)
@@ -186,6 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         cache_salt=st.sampled_from(["", "", "x"]),
         priority_class=st.sampled_from(PriorityClass),
+        retention=RETENTIONS,
         stops=st.booleans(),
         needs_committed_tokens=st.sampled_from([False, False, True]),
         num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
@@ -197,6 +205,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         cache_salt: str,
         priority_class: PriorityClass = PriorityClass.INTERACTIVE,
+        retention: tuple[int, float | None] = (35, None),
         stops: bool = False,
         needs_committed_tokens: bool = False,
         num_drafts: int = 0,
@@ -208,6 +217,8 @@ class EngineMachine(RuleBasedStateMachine):
             *(self.num_added, prompt_ids, params, cache_salt),
             tenant=cache_salt,
             priority_class=priority_class,
+            cache_priority=retention[0],
+            cache_ttl_s=retention[1],
         )
         ends = frozenset({STOP}) if stops else frozenset()
         one = Sequence(request, max_tokens, eos_token_ids=ends)
@@ -231,6 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
             other.token_ids[:length],
             data.draw(st.integers(1, 6)),
             other.request.cache_salt,
+            retention=data.draw(RETENTIONS),
             scores=data.draw(st.booleans()),
         )
 
@@ -268,12 +280,31 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(one, Sequence):
             one.num_drafts = num_drafts
 
+    @invariant()
+    def at_most_half_of_each_tier_is_pinned_and_a_quarter_is_not_raised(self) -> None:
+        tiers = [(self.pool._evictable, self.config["num_blocks"])]
+        if self.plan.host_cache is not None:
+            tiers.append((self.plan.host_cache._evictable, self.plan.host_cache.num_slots))
+        for order, size in tiers:
+            assert order.num_pinned <= size // 2
+            pins = [kept for kept in order._retained.values() if kept.priority == 100]
+            assert order.num_pinned == len(pins)
+            raised = [kept for kept in order._retained.values() if kept.priority > 35]
+            assert order.num_raised == len(raised) <= size * 3 // 4
+
+    @invariant()
+    def only_cached_blocks_are_retained(self) -> None:
+        assert all(map(self.pool.is_shared, self.pool._evictable._retained))
+        host = self.plan.host_cache
+        assert host is None or host._evictable._retained.keys() <= host._slots.keys()
+
     @rule()
     def resume_all(self) -> None:
         for one in list(self.plan.suspended):
             self.plan.resume(one)
 
     def _step(self, victim: SequenceGroup | None = None, what: str = "") -> None:
+        self.now += 1
         before = list(self.plan.running)
         first_waits = bool(before) and waits(before[0])
         self.plan.stored(self.fake.take_stored())
@@ -528,9 +559,15 @@ class CacheMachine(EngineMachine):
         super().start(steps_ahead, 4, tables, enable_prefix_caching=True, **more, **config)
         self.common = common
 
-    @rule(end=st.lists(st.integers(0, 1), max_size=14), length=st.integers(4, 16))
-    def add_a_similar_prompt(self, end: list[int], length: int) -> None:
-        self.add([*self.common[:length], *end], 2, "")
+    @rule(
+        end=st.lists(st.integers(0, 1), max_size=14),
+        length=st.integers(4, 16),
+        retention=RETENTIONS,
+    )
+    def add_a_similar_prompt(
+        self, end: list[int], length: int, retention: tuple[int, float | None]
+    ) -> None:
+        self.add([*self.common[:length], *end], 2, "", retention=retention)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
@@ -571,9 +608,13 @@ class TierMachine(EngineMachine):
         )
         self.chats = chats
 
-    @rule(which=st.integers(0, 3), end=st.lists(st.integers(0, 1), max_size=2))
-    def add_a_turn(self, which: int, end: list[int]) -> None:
-        self.add([*self.chats[which % len(self.chats)], *end], 2, "")
+    @rule(
+        which=st.integers(0, 3),
+        end=st.lists(st.integers(0, 1), max_size=2),
+        retention=RETENTIONS,
+    )
+    def add_a_turn(self, which: int, end: list[int], retention: tuple[int, float | None]) -> None:
+        self.add([*self.chats[which % len(self.chats)], *end], 2, "", retention=retention)
         self.take_turns()
 
     @rule(which=st.integers(0, 3), beam_width=st.integers(2, 3))

@@ -376,6 +376,14 @@ def test_an_error_in_the_json_dialect_names_it():
         ),
         ({"deadline_ms": ints(0)}, "deadline_ms: 0 is out of range; allowed: 1 to 86400000"),
         ({"deadline_ms": ints(-5)}, "deadline_ms: -5 is out of range"),
+        ({"cache_priority": ints(-1)}, "cache_priority: -1 is out of range; allowed: 0 to 100"),
+        ({"cache_priority": ints(101)}, "cache_priority: 101 is out of range; allowed: 0 to 100"),
+        (
+            {"cache_ttl_s": floats(0)},
+            "cache_ttl_s: 0.0 is out of range; allowed: more than 0, up to 2592000",
+        ),
+        ({"cache_ttl_s": floats(float("nan"))}, "cache_ttl_s: nan is not a finite number"),
+        ({"cache_ttl_s": floats(3e6)}, "cache_ttl_s: 3000000.0 is out of range"),
     ],
 )
 def test_unsupported_features_are_rejected(inputs, message):
@@ -557,6 +565,15 @@ def test_class_deadline_and_tenant_are_those_of_all_outputs(outputs):
         ("x", PriorityClass.BATCH, 250)
     }
     assert {one.tenant for one in asked.of_tenant("acme").requests(ids)} == {"acme"}
+
+
+@pytest.mark.parametrize("outputs", [{}, {"n": ints(3)}, {"n": ints(2), "beam_width": ints(2)}])
+def test_all_outputs_are_kept_in_the_cache_as_the_request_says(outputs):
+    asked = generation(cache_priority=ints(100), cache_ttl_s=floats(2.5), **outputs)
+    found = asked.requests(list(range(7, 7 + asked.best_of)))
+    assert {(one.cache_priority, one.cache_ttl_s) for one in found} == {(100, 2.5)}
+    (default,) = generation().requests([7])
+    assert (default.cache_priority, default.cache_ttl_s) == (35, None)
 
 
 def test_a_request_is_interactive_and_has_no_deadline_unless_it_says_so():

@@ -123,6 +123,16 @@ def test_defaults_are_those_of_openai(gateway: Gateway) -> None:
             {"priority_class": "interactive"},
         ),
         ({"service_tier": "priority", "priority": 0}, {}),
+        (
+            {"cache_priority": 100, "cache_ttl_s": 60},
+            {"cache_priority": 100, "cache_ttl_s": 60.0},
+        ),
+        ({"prompt_cache_retention": "in_memory", "prompt_cache_key": "k"}, {}),
+        ({"prompt_cache_retention": "24h"}, {"cache_priority": 60, "cache_ttl_s": 86400.0}),
+        (
+            {"prompt_cache_retention": "24h", "cache_priority": 80, "cache_ttl_s": 5},
+            {"cache_priority": 80, "cache_ttl_s": 5.0},
+        ),
         ({"no_such_field": 1, "stop": None, "n": None, "suffix": ""}, {}),
     ],
 )  # fmt: skip

@@ -183,6 +183,11 @@ def test_thinking_is_a_variable_of_the_template(gateway: Gateway, kind: str, is_
             },
         ),
         ({"metadata": {"user_id": "me"}, "service_tier": "auto", "no_such_field": 1}, {}),
+        (
+            {"cache_control": {"type": "ephemeral"}},
+            {"cache_priority": 60, "cache_ttl_s": 300.0},
+        ),
+        ({"cache_control": None}, {}),
     ],
 )
 def test_fields_become_tensors(
@@ -195,6 +200,45 @@ def test_fields_become_tensors(
     assert json.loads(sent.pop("messages")) == [{"role": "user", "content": parts("Hello")}]
     defaults = {"max_tokens": 64, "temperature": 1.0, "stream": True, "return_timing": True}
     assert sent == defaults | tensors
+
+
+FIVE_MINUTES = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+ONE_HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("system", "tool", "block", "ttl_s"),
+    [
+        ({}, {}, {}, None),
+        ({"cache_control": None}, {}, {}, None),
+        (FIVE_MINUTES, {}, {}, 300.0),
+        ({}, ONE_HOUR, {}, 3600.0),
+        ({}, {}, FIVE_MINUTES, 300.0),
+        (FIVE_MINUTES, ONE_HOUR, FIVE_MINUTES, 3600.0),
+    ],
+)
+def test_a_prompt_is_cached_for_the_longest_time_of_its_blocks(
+    gateway: Gateway,
+    system: dict[str, Any],
+    tool: dict[str, Any],
+    block: dict[str, Any],
+    ttl_s: float | None,
+) -> None:
+    gateway.triton.plays(delta("Hi"), end())
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "toolu_1",
+        "content": [{"type": "text", "text": "2", **block}],
+    }
+    create(
+        gateway,
+        system=[{"type": "text", "text": "You add.", **system}],
+        tools=[TOOL | tool],
+        messages=[{"role": "user", "content": [result, {"type": "text", "text": "And?"}]}],
+    )
+    sent = gateway.triton.sent
+    assert sent.get("cache_ttl_s") == ttl_s
+    assert sent.get("cache_priority") == (None if ttl_s is None else 60)
 
 
 def parts(*texts: str) -> list[dict[str, str]]:
@@ -369,6 +413,26 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+        ({"cache_control": {"type": "ephemeral", "ttl": ["1h"]}}, "cache_control.ttl"),
+        ({"cache_control": {"ttl": "1h"}}, "cache_control.type"),
+        (
+            {"system": [{"type": "text", "text": "x", "cache_control": "1h"}]},
+            "system[0].cache_control",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "x", "cache_control": {"type": "lasting"}}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].cache_control.type",
+        ),
     ],
 )
 def test_what_is_not_allowed_is_named(gateway: Gateway, fields: dict[str, Any], place: str) -> None:

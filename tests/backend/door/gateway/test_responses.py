@@ -289,6 +289,7 @@ def test_a_client_that_leaves_ends_its_request(gateway: Gateway) -> None:
             {"service_tier": "flex", "deadline_ms": 900},
             {"priority_class": "batch", "deadline_ms": 900},
         ),
+        ({"prompt_cache_retention": "24h"}, {"cache_priority": 60, "cache_ttl_s": 86400.0}),
     ],
 )  # fmt: skip
 def test_fields_become_tensors(

@@ -59,10 +59,12 @@ def test_each_option_of_a_single_tensor_may_be_a_parameter() -> None:
     assert names <= NAMES
 
 
-def test_a_deadline_and_a_class_may_be_parameters() -> None:
+def test_what_vllm_has_no_tensors_for_may_be_parameters() -> None:
     """As clients of vLLM's backend send them, whose tensors are fixed."""
     given = {"deadline_ms": "300", "priority_class": "batch", "priority": 7}
     assert read(given) == {"deadline_ms": 300, "priority_class": "batch"}
+    given = {"cache_priority": 100, "cache_ttl_s": "2.5"}
+    assert read(given) == {"cache_priority": 100, "cache_ttl_s": 2.5}
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_name() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from inflight.door.gateway.anthropic.cache_control import ttl_of
 from inflight.door.gateway.anthropic.conversation import messages_of
 from inflight.door.gateway.anthropic.tools import tooling_of
 from inflight.door.gateway.directory import Description
@@ -19,6 +20,7 @@ from inflight.door.gateway.openai.conversation import (
     reasoning_variables,
 )
 from inflight.door.gateway.openai.fields import (
+    CACHED_PRIORITY,
     FIELDS_OF_TENSORS,
     Fields,
     Int32,
@@ -118,6 +120,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
+    cache_control: dict[str, Any] | None = None
 
     @property
     def shows_reasoning(self) -> bool:
@@ -126,6 +129,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     def options(self) -> Fields:
         """All but the prompt and tools, as a chat of OpenAI has them. Raises Problem."""
+        ttl_s = ttl_of(self.cache_control, self.system, self.tools, self.messages)
         return Fields(
             model=self.model,
             stream=self.stream,
@@ -134,6 +138,8 @@ class MessagesRequest(CountRequest, kw_only=True):
             top_k=self.top_k,
             stop=self.stop_sequences,
             response_format=self._format(),
+            cache_priority=None if ttl_s is None else CACHED_PRIORITY,
+            cache_ttl_s=ttl_s,
         )
 
     def _format(self) -> ResponseFormat | None:

@@ -90,6 +90,9 @@ class Fields(msgspec.Struct, kw_only=True):
     speculation: str | None = None
     priority_class: str | None = None
     deadline_ms: Int32 | None = None
+    cache_priority: Int32 | None = None
+    cache_ttl_s: float | None = None
+    prompt_cache_retention: str | None = None
     service_tier: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -123,7 +126,7 @@ TENSORS = {
             *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
             *("no_repeat_ngram_size", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
             *("allowed_token_ids", "cache_salt", "speculation", "n"),
-            *("priority_class", "deadline_ms"),
+            *("priority_class", "deadline_ms", "cache_priority", "cache_ttl_s"),
         )
     },
 }
@@ -140,7 +143,7 @@ FIELDS_OF_TENSORS = {
 # Accepted without an effect on the output: hints and labels.
 HINTS = frozenset(
     {
-        *("user", "metadata", "prompt_cache_key", "prompt_cache_retention"),
+        *("user", "metadata", "prompt_cache_key"),
         *("safety_identifier", "verbosity", "prediction", "reasoning_effort", "request_id"),
     }
 )
@@ -186,6 +189,11 @@ _INSTEAD = {
 }
 # OpenAI's service tier that is cheaper because it may wait.
 FLEX = "flex"
+# The cache_priority of prompts that clients ask to cache in the words of OpenAI or Anthropic: above
+# the default, below what a server's own clients choose to pin.
+CACHED_PRIORITY = 60
+# By OpenAI's prompt_cache_retention, the cache_ttl_s; of other values, nothing changes.
+_RETENTION_S = {"24h": 24 * 60 * 60.0}
 
 
 def parse(
@@ -283,6 +291,9 @@ def tensors_of(fields: Fields, max_tokens: int | None) -> dict[str, Any]:
             del tensors[name]
     if fields.service_tier == FLEX:
         tensors.setdefault("priority_class", "batch")
+    if fields.prompt_cache_retention in _RETENTION_S:
+        tensors.setdefault("cache_priority", CACHED_PRIORITY)
+        tensors.setdefault("cache_ttl_s", _RETENTION_S[fields.prompt_cache_retention])
     if fields.logit_bias:
         for name in fields.logit_bias:
             if not (name.isascii() and name.isdecimal() and len(name) < 10):

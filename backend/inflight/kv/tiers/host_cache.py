@@ -13,14 +13,15 @@ preempted one: its full blocks are here or still in the pool.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from inflight.core.batch import Store
 from inflight.kv.block_pool import BlockPool
-from inflight.kv.disk_cache import DiskCache
+from inflight.kv.eviction import EvictionOrder, Retention
+from inflight.kv.tiers.disk_cache import DiskCache
 
 
 class _InFlight(NamedTuple):
@@ -47,7 +48,9 @@ class HostTier:
 
 
 class HostCache:
-    """Which slot of host memory holds which block of the prefix cache. Eviction is LRU.
+    """Which slot of host memory holds which block of the prefix cache.
+
+    Eviction is by priority, and LRU within one. At most half of the slots are pinned.
 
     A block that is being stored keeps an owner in the pool, so it is not overwritten meanwhile. Few
     blocks of the pool are in flight at a time: what is offered meanwhile waits, and is dropped if
@@ -76,7 +79,8 @@ class HostCache:
         self.num_evicted = 0
         self._pool = pool
         self._max_in_flight = max(1, pool.num_blocks // 8)
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by hash, least recently used first
+        self._slots: dict[bytes, int] = {}  # by hash
+        self._evictable: EvictionOrder[bytes] = EvictionOrder(num_slots)  # those not held
         self._free = list(range(num_slots - 1, -1, -1))
         self._holds: Counter[bytes] = Counter()
         self._offered: deque[tuple[int, bytes]] = deque(maxlen=pool.num_blocks)
@@ -96,13 +100,23 @@ class HostCache:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Blocks with these hashes, in the pool, are used: they are evicted last here as well."""
         for key in keys:
-            if key in self._slots:
-                self._slots.move_to_end(key)
+            if key in self._slots and key not in self._holds:
+                self._evictable.remove(key)
+                self._evictable.add(key)
+
+    @property
+    def has_retained(self) -> bool:
+        """Whether any block has another retention than the default."""
+        return self._evictable.has_retained
+
+    def retain(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """The latest user of these blocks, of which some may be here, wants them kept like this."""
+        here = [key for key in keys if key in self._slots]
+        self._evictable.retain(here, retention, self._pool.now)
 
     def hold(self, key: bytes) -> int:
         """The slot of a cached block, which is not evicted until `release`."""
-        self._slots.move_to_end(key)
-        self._holds[key] += 1
+        self._hold(key)
         self.num_loaded += 1
         return self._slots[key]
 
@@ -111,6 +125,7 @@ class HostCache:
         self._holds[key] -= 1
         if not self._holds[key]:
             del self._holds[key]
+            self._evictable.add(key)
 
     def offer(self, block: int, key: bytes) -> None:
         """A block has been registered in the prefix cache."""
@@ -142,11 +157,14 @@ class HostCache:
             ended = self._in_flight.pop(ticket, None)
             if ended is None:
                 continue  # of a step that failed
+            retention = self._pool.retention(ended.block)
             self._pool.release([ended.block])
             if ended.key in self._slots:
                 self._free.append(ended.slot)
             else:
                 self._slots[ended.key] = ended.slot
+                self._evictable.add(ended.key)
+                self.retain([ended.key], retention)
                 self.num_stored += 1
                 if self.disk is not None:
                     self._unwritten.append(ended.key)
@@ -193,6 +211,11 @@ class HostCache:
         is_writing = self.disk is not None and bool(self._unwritten or self.disk.has_work)
         return bool(self._offered or self._in_flight) or is_writing
 
+    def _hold(self, key: bytes) -> None:
+        if key not in self._holds:
+            self._evictable.remove(key)
+        self._holds[key] += 1
+
     def _poll_disk(self) -> None:
         """Take in the reads and writes that have ended."""
         if self.disk is None:
@@ -205,6 +228,7 @@ class HostCache:
             self._fetching.discard(key)
             if is_ok and key not in self._slots:
                 self._slots[key] = slot
+                self._evictable.add(key)
             else:
                 self._free.append(slot)
 
@@ -214,16 +238,15 @@ class HostCache:
         while disk is not None and self._unwritten and not disk.is_busy:
             key = self._unwritten.popleft()
             if key in self._slots and key not in disk and key not in self._writing:
-                self._holds[key] += 1  # until it is written
+                self._hold(key)  # until it is written
                 self._writing.add(key)
                 disk.write(key, self._slots[key])
 
     def _take_slot(self) -> int | None:
-        """A free slot, or that of the least recently used block; None if all are held."""
+        """A free slot, or that of the next block to evict; None if all are held."""
         if self._free:
             return self._free.pop()
-        for key in self._slots:
-            if key not in self._holds:
-                self.num_evicted += 1
-                return self._slots.pop(key)
-        return None
+        if not self._evictable:
+            return None
+        self.num_evicted += 1
+        return self._slots.pop(self._evictable.pop_next(self._pool.now))

@@ -11,8 +11,8 @@ import pytest
 
 from inflight.errors import ConfigError
 from inflight.kv.block_pool import BlockPool
-from inflight.kv.disk_cache import DiskCache, Ended
-from inflight.kv.host_cache import HostCache, HostTier
+from inflight.kv.tiers.disk_cache import DiskCache, Ended
+from inflight.kv.tiers.host_cache import HostCache, HostTier
 from waiting import wait_until
 
 BLOCK_BYTES = 5000

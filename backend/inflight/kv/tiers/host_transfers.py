@@ -21,7 +21,7 @@ import torch
 
 from inflight.core.batch import Batch
 from inflight.errors import ConfigError
-from inflight.kv.host_blocks import BlockPart, HostBlocks
+from inflight.kv.tiers.host_blocks import BlockPart, HostBlocks
 from inflight_kernels.runtime import host_memory
 from inflight_kernels.runtime.host_memory import HostMemoryError, Rows
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from inflight.core.batch import Load, Store
 from inflight.core.sequence import Sequence
 from inflight.kv.block_pool import BlockPool
-from inflight.kv.host_cache import HostCache, HostTier
-from inflight.kv.host_loads import HostLoads
+from inflight.kv.eviction import Retention
+from inflight.kv.tiers.host_cache import HostCache, HostTier
+from inflight.kv.tiers.host_loads import HostLoads
 from scheduling import prompt, sequence
 
 
@@ -109,6 +110,52 @@ def test_a_block_that_is_loaded_is_not_replaced() -> None:
     host.release(_key(2))
     assert len(host.plan_stores()) == 1
     assert (_key(1) in host, _key(2) in host) == (True, False)
+
+
+def test_blocks_of_lower_priority_are_replaced_first() -> None:
+    pool = BlockPool(8, 4)
+    host = HostCache(HostTier(3), pool)
+    _stored(pool, host, 1, 2, 3)
+    host.retain([_key(1)], Retention(60))
+    host.retain([_key(3)], Retention(10))
+    _stored(pool, host, 4, 5)
+    assert [number for number in range(1, 6) if _key(number) in host] == [1, 4, 5]
+
+
+def test_a_copy_has_the_priority_of_its_block() -> None:
+    pool = BlockPool(8, 4)
+    host = HostCache(HostTier(2), pool)
+    pool.now = 3.0
+    block = _registered(pool, 1)
+    pool.retain([_key(1)], Retention(100, 9.0))
+    host.offer(block, _key(1))
+    host.finish([store.ticket for store in host.plan_stores()])
+    _stored(pool, host, *range(2, 12))
+    assert _key(1) in host
+    pool.now = 9.0
+    _stored(pool, host, 12, 13)
+    assert _key(1) not in host
+
+
+def test_at_most_half_of_the_slots_are_pinned() -> None:
+    pool = BlockPool(8, 4)
+    host = HostCache(HostTier(4), pool)
+    _stored(pool, host, 1, 2, 3)
+    host.retain(map(_key, (1, 2, 3)), Retention(100))
+    assert [host._evictable.retention(_key(number)).priority for number in (1, 2, 3)] == [
+        *(100, 100, 99)
+    ]
+
+
+def test_a_pinned_block_is_replaced_if_nothing_else_can_be() -> None:
+    pool = BlockPool(8, 4)
+    host = HostCache(HostTier(2), pool)
+    _stored(pool, host, 1, 2)
+    host.retain([_key(1)], Retention(100))
+    host.hold(_key(2))
+    _stored(pool, host, 3)
+    assert (_key(1) in host, _key(2) in host, _key(3) in host) == (False, True, True)
+    assert not host.has_retained
 
 
 def test_copies_of_a_failed_step_leave_nothing_behind() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from inflight.core.batch import Load
 from inflight.core.sequence import Sequence
 from inflight.kv.block_pool import BlockPool
-from inflight.kv.host_cache import HostCache
+from inflight.kv.tiers.host_cache import HostCache
 
 
 class _Loading(NamedTuple):
