@@ -4,8 +4,10 @@
         [--max-num-seqs 4] [--set NAME=VALUE ...] [--result FILE] [--log FILE]
 
 One tritonserver with the shipped models; gRPC streams of text to the ensemble `generate`, of
---input-words words and --output tokens, greedy, EOS ignored, no prefix cache. The limits of the
-queue are those that docs/admission.md recommends: `max_waiting` equal to `max_num_seqs`,
+--input-words words, greedy, EOS ignored, no prefix cache. Outputs have --output tokens, those of
+perf_analyzer's requests by half more or less: streams of equal outputs run in lock-step, and the
+engine takes less time for prompts that come together than for those of random arrivals. The limits
+of the queue are those that docs/admission.md recommends: `max_waiting` equal to `max_num_seqs`,
 `max_waiting_tokens` for as many prompts, `queue_timeout_s` 30.
 
 1. `before`: one request after another on the idle server.
@@ -74,6 +76,12 @@ SERVICE = "/inference.GRPCInferenceService"
 def prompts(count: int, num_words: int) -> list[str]:
     rng = random.Random(0)
     return [" ".join(rng.choices(WORDS, k=num_words)) for _ in range(count)]
+
+
+def output_lengths(count: int, mean: int) -> list[int]:
+    """From half to one and a half of the mean."""
+    rng = random.Random(1)
+    return [rng.randint(max(2, mean - mean // 2), mean + mean // 2) for _ in range(count)]
 
 
 def queue_limits(model: str, max_num_seqs: int, num_words: int) -> dict[str, Any]:
@@ -147,14 +155,16 @@ class Bench:
         self._relay = passed
         self._folder = folder
         self._args = args
-        self._options = {"max_tokens": args.output, "stream": True, "ignore_eos": True}
+        self._options = {"stream": True, "ignore_eos": True}
         self._texts = prompts(NUM_PROMPTS, args.input_words)
+        self._lengths = output_lengths(NUM_PROMPTS, args.output)
         self._num_probes = 0
 
     async def probe(self) -> Exchange:
         text = self._texts[self._num_probes % len(self._texts)]
         self._num_probes += 1
-        message = grpc_door.text_request("generate", text, **self._options)
+        options = {"max_tokens": self._args.output, **self._options}
+        message = grpc_door.text_request("generate", text, **options)
         return await relay.ask(self._direct, service_pb2.ModelInferRequest.FromString(message))
 
     async def load(self, arguments: str, seconds: float) -> list[Exchange]:
@@ -162,7 +172,10 @@ class Bench:
         self._relay.exchanges.clear()
         data = self._folder / "prompts.json"
         options = {name: [value] for name, value in self._options.items()}
-        rows = [{"text_input": [text], **options} for text in self._texts]
+        rows = [
+            {"text_input": [text], "max_tokens": [length], **options}
+            for text, length in zip(self._texts, self._lengths, strict=True)
+        ]
         data.write_text(json.dumps({"data": rows}))
         common = f"""
             -m generate -u {self._address} -i grpc --streaming --async --max-trials {WINDOWS}
@@ -181,10 +194,13 @@ class Bench:
             raise SystemExit(f"perf_analyzer ended with {process.returncode}:\n{output.decode()}")
         return list(self._relay.exchanges)
 
+    def figures(self, exchanges: Sequence[Exchange]) -> dict[str, Any]:
+        return figures(exchanges, sum(self._lengths) / len(self._lengths))
+
     async def peak(self, streams: int) -> dict[str, Any]:
         """The row of so many streams, each with one request after another."""
         exchanges = await self.load(f"--concurrency-range {streams}", self._args.seconds / 2)
-        return {"row": "peak", "streams": streams, **figures(exchanges, self._args.output)}
+        return {"row": "peak", "streams": streams, **self.figures(exchanges)}
 
     async def probe_while(self, work: asyncio.Task[Any]) -> list[Exchange]:
         """Probe each second, whether or not the ones before were answered, and ask whether all is
@@ -232,8 +248,12 @@ def milliseconds(name: str, values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def figures(exchanges: Sequence[Exchange], num_output: int) -> dict[str, Any]:
-    """Rates of a phase, and latencies of the requests that were sent after its first fifth."""
+def figures(exchanges: Sequence[Exchange], num_output: float) -> dict[str, Any]:
+    """Rates of a phase, and latencies of the requests that were sent after its first fifth.
+
+    Args:
+        num_output: mean of the output tokens.
+    """
     first, last = exchanges[0].sent, exchanges[-1].sent
     settled = first + SETTLE_SHARE * (last - first)
     served = [one for one in exchanges if one.is_served and one.sent >= settled]
@@ -329,7 +349,7 @@ async def measure(address: str, folder: Path, args: argparse.Namespace) -> list[
         ended = exchanges[-1].sent
         row = {
             "row": "overload",
-            **figures(exchanges, args.output),
+            **bench.figures(exchanges),
             **probe_figures([one for one in probes if one.sent <= ended]),
             "ready_checks": bench.readiness.checks,
             "not_ready": dict(bench.readiness.failed),
