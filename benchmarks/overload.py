@@ -26,7 +26,7 @@ the server through a relay (relay.py), at the peak as well, which returns refuse
 and measures all of them. Rates are of the seconds from the end of a phase's first fifth to its last
 request; a completed request counts with the share of its output that came within them. A probe is a
 client of its own that does without the relay: each second of the overload it sends a request as
-well, and asks the server whether it and all of its models are ready.
+well, which counts like the others, and asks the server whether it and all of its models are ready.
 """
 
 from __future__ import annotations
@@ -347,10 +347,12 @@ async def measure(address: str, folder: Path, args: argparse.Namespace) -> list[
         exchanges = work.result()
         after = await bench.probe_until_normal(before)
         ended = exchanges[-1].sent
+        during = [one for one in probes if one.sent <= ended]
+        together = sorted([*exchanges, *during], key=lambda one: one.sent)
         row = {
             "row": "overload",
-            **bench.figures(exchanges),
-            **probe_figures([one for one in probes if one.sent <= ended]),
+            **bench.figures(together),
+            **probe_figures(during),
             "ready_checks": bench.readiness.checks,
             "not_ready": dict(bench.readiness.failed),
             "normal_after_s": normal_after(ended, [*probes, *after], before),
