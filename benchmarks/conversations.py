@@ -1,8 +1,8 @@
 """Conversations that come back, with the prefix cache, with a tier below it, and without.
 
-    python benchmarks/conversations.py [--case chats,agents,unrelated] [--variants off,recompute]
-        [--variant NAME SETTING=VALUE ...] [--pool-share 0.25] [--concurrency 4]
-        [--model MODEL] [--device cuda] [--result FILE] [--set NAME=VALUE ...]
+    python benchmarks/conversations.py [--case chats,agents,unrelated]
+        [--variants off,host,recompute] [--variant NAME SETTING=VALUE ...] [--pool-share 0.25]
+        [--concurrency 4] [--model MODEL] [--device cuda] [--result FILE] [--set NAME=VALUE ...]
 
 `chats`: --chats conversations of --turns turns. All begin with the same --system tokens; a turn
 appends --first tokens (a document, say), later ones --user tokens, and generates --output. Each
@@ -30,8 +30,9 @@ request is submitted once those before it have their first tokens: others decode
 prompt waits for another one. `first` are first turns, `later` all others; `reusable` is the share
 of later prompts that earlier requests have computed, thus the highest hit rate. `same_outputs`: the
 share of requests with the same output tokens as in the first variant; where sums depend on the
-batch, some differ. `tiers`: what the engine's statistics count of a tier. Random weights if the
-model has none, random tokens, greedy sampling, as in `inflight bench engine`.
+batch, some differ. `tiers`: what the engine's statistics count of a tier; `from_host`: the share of
+hits whose blocks it held. Random weights if the model has none, random tokens, greedy sampling, as
+in `inflight bench engine`.
 """
 
 from __future__ import annotations
@@ -240,9 +241,12 @@ def measure(
         served += server.serve(turns, lengths.output)
     seconds = time.perf_counter() - started
     after = engine.stats()
+    loaded = after.num_host_blocks_loaded - before.num_host_blocks_loaded
+    num_cached = sum(one.num_cached for one in served)
     found = {
         "num_blocks": engine.runner.num_blocks,
         **figures(served),
+        "from_host": round(loaded * engine.runner.block_size / max(1, num_cached), 4),
         "out_tok_s": round(sum(len(one.output) for one in served) / seconds, 1),
         "seconds": round(seconds, 2),
         "preemptions": after.num_preemptions - before.num_preemptions,
@@ -282,7 +286,7 @@ def _tier_counters(before: dict[str, Any], after: dict[str, Any]) -> dict[str, i
     return {
         name: value - before[name]
         for name, value in after.items()
-        if isinstance(value, int) and ("host" in name or "disk" in name)
+        if isinstance(value, int) and ("host" in name or "disk" in name) and value > before[name]
     }
 
 
@@ -365,7 +369,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     in_process.add_options(parser)
     parser.add_argument("--case", default=",".join(CASES), help="by ','")
-    parser.add_argument("--variants", default="off,recompute", help="by ','")
+    parser.add_argument("--variants", default="off,host,recompute", help="by ','")
     parser.add_argument("--variant", nargs="+", action="append", default=[], metavar="NAME")
     parser.add_argument("--pool-share", type=float, default=0.25)
     parser.add_argument("--concurrency", type=int, default=4)

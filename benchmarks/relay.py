@@ -19,6 +19,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+STOP_S = 1.0  # for streams of a client that has exited
 _FINAL = "triton_final_response"
 
 
@@ -178,4 +179,4 @@ async def relay(address: str) -> AsyncIterator[tuple[str, Relay]]:
         try:
             yield f"127.0.0.1:{port}", handler
         finally:
-            await server.stop(None)
+            await server.stop(STOP_S)

@@ -160,6 +160,6 @@ def test_agents_and_unrelated_prompts_are_measured_too(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused_at_once(
     options: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    done = script(write(tmp_path / "model"), "--pool-share", "1", *options)
+    done = script(write(tmp_path / "model"), "--pool-share", "1", "--variants=off", *options)
     assert done.returncode == 1
     assert re.search(message, done.stderr), done.stderr

@@ -74,7 +74,7 @@ def overloaded(**changes: Any) -> dict[str, Any]:
 def test_an_overload_is_judged_by_goodput_refusals_errors_and_recovery(
     changes: dict[str, Any], verdict: str
 ) -> None:
-    found = overload.judge(overloaded(**changes), {"served_per_s": 10.0})
+    found = overload.judge(overloaded(**changes), 10.0)
     assert found["verdict"] == verdict
 
 

@@ -3,16 +3,22 @@ fast as before."""
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import long_results
-from failpoint import failpoint
+import overload as benchmark
+from failpoint import FOLDER, failpoint
 from kserve import Refused, ask, post, request, tensor, text
 from supervised import Serving, serve
 
@@ -140,6 +146,34 @@ def test_a_refusal_over_http_is_503_with_a_retry(serving: Serving) -> None:
         thread.join()
     assert set(statuses) == {200, 503} and statuses[200] >= RUNNING
     assert all(REFUSED in reply and "retry" in reply for reply in replies), replies
+
+
+def test_poisson_arrivals_at_three_times_the_peak_leave_the_goodput(tmp_path: Path) -> None:
+    """The benchmark of it, with perf_analyzer's open loop over gRPC streams."""
+    written = tmp_path / "result.json"
+    folders = [str(FOLDER), *sys.path]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "FAILPOINT": f"slow:{STEP_MS}",
+    }
+    done = subprocess.run(
+        [
+            *(sys.executable, benchmark.__file__, "--device", "echo", "--seconds", "6"),
+            *("--probes", "5", "--output", str(NUM_TOKENS), "--result", str(written)),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(written.read_text())["rows"]
+    (over,) = (row for row in rows if row["row"] == "overload")
+    assert over["refused"] > over["seconds"] * over["sent_per_s"] / 2
+    assert over["verdict"] == "must", over
+    assert over["ready_checks"] > 3
+    # A refusal waits for the end of a step.
+    assert over["refusal_p50_ms"] < over["ttft_p50_ms"] / 2, over
 
 
 @pytest.mark.long
