@@ -136,6 +136,8 @@ class Batch:
         stores: blocks to copy to host memory. Nothing writes to them until their tickets have been
             returned.
         reads_loads: whether this step reads blocks that it loads.
+        shares_prefixes: whether so many sequences have found their prefixes in the cache that a
+            step may gain from reading common ones once.
     """
 
     chunks: list[Chunk]
@@ -143,6 +145,7 @@ class Batch:
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     reads_loads: bool = False
+    shares_prefixes: bool = False
 
     @property
     def num_tokens(self) -> int:

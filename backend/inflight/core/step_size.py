@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from inflight.core.batch import Batch
 
+# Steps of fewer sequences are bound by latencies, not by keys and values.
+_MIN_SHARING = 8
+
 # Keys are counted in whole blocks of the largest size that kernels use.
 _KEYS_AT_ONCE = 64
 
@@ -22,6 +25,8 @@ class StepSize:
         max_q_len: tokens of the longest chunk.
         prompt_keys: at least the keys of all chunks with more than one token, in whole blocks of
             64 for each; None if unknown: a captured step then takes any number of them.
+        shares_prefixes: whether keys and values of common prefixes are read once for all
+            sequences, in a step of one token each. Results are the same, but for rounding.
     """
 
     num_tokens: int
@@ -29,6 +34,7 @@ class StepSize:
     num_rows: int
     max_q_len: int
     prompt_keys: int | None = None
+    shares_prefixes: bool = False
 
     @classmethod
     def of(cls, batch: Batch) -> StepSize:
@@ -42,7 +48,9 @@ class StepSize:
                 num_rows += 1 + chunk.num_drafts
             if length > 1:
                 prompt_keys += -(-chunk.end // _KEYS_AT_ONCE) * _KEYS_AT_ONCE
-        return cls(num_tokens, len(batch.chunks), num_rows, max_q_len, prompt_keys)
+        num_chunks = len(batch.chunks)
+        shares = batch.shares_prefixes and max_q_len == 1 and num_chunks >= _MIN_SHARING
+        return cls(num_tokens, num_chunks, num_rows, max_q_len, prompt_keys, shares)
 
     @classmethod
     def decode(cls, num_chunks: int) -> StepSize:
@@ -57,6 +65,7 @@ class StepSize:
             and step.num_chunks <= self.num_chunks
             and step.num_rows <= self.num_rows
             and step.max_q_len <= self.max_q_len
+            and step.shares_prefixes >= self.shares_prefixes
             and self._has_keys_for(step)
         )
 

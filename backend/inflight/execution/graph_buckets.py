@@ -13,6 +13,10 @@ _ROW_STEP = 8
 _MANY_ROWS = 256
 _MANY_ROW_STEP = 64
 
+# Sequences in captured steps that read common prefixes once. Padding costs little beside what they
+# save.
+_SHARING = (16, 32, 64, 96, 128, 192)
+
 # Tokens of captured steps with prompts, and the limit of tokens times weights per layer: beyond it,
 # a layer takes an H200 longer than its launches take the host. These take 0.35 ms, and 0.6 ms while
 # other threads of the engine's process read requests and write events; as many products of e4m3 as
@@ -35,6 +39,8 @@ def capture_sizes(
 ) -> list[StepSize]:
     """Sizes of the graphs to capture: a step runs in the first one that it fits.
 
+    A step that shares prefixes fits those that do not as well, so they come after those that do.
+
     Args:
         max_num_seqs: n at most.
         max_rows: rows of logits.
@@ -44,7 +50,10 @@ def capture_sizes(
         max_prompt_keys: of steps whose prompts are dequantised; None if they never are.
     """
     most_tokens = min(max_tokens, int(_LAUNCH_BOUND / layer_weights))
-    sizes = [StepSize(rows, rows, rows, 1) for rows in row_counts(max_num_seqs)]
+    sizes = [
+        StepSize(rows, rows, rows, 1, shares_prefixes=True) for rows in sharing_counts(max_num_seqs)
+    ]
+    sizes += [StepSize(rows, rows, rows, 1) for rows in row_counts(max_num_seqs)]
     sizes += verification_sizes(max_rows, max_drafts)
     for tokens in _PROMPT_TOKENS:
         if tokens <= most_tokens:
@@ -70,6 +79,15 @@ def row_counts(most: int) -> list[int]:
     counts = [count for count in _FEW_ROWS if count < most]
     counts += range(_ROW_STEP, min(most, _MANY_ROWS), _ROW_STEP)
     counts += range(_MANY_ROWS, most, _MANY_ROW_STEP)
+    return [*counts, most]
+
+
+def sharing_counts(most: int) -> list[int]:
+    """Buckets for up to `most` sequences that may share prefixes, ascending."""
+    if most < _SHARING[0]:
+        return []
+    counts = [count for count in _SHARING if count < most]
+    counts += range(_MANY_ROWS, most, _MANY_ROWS)
     return [*counts, most]
 
 

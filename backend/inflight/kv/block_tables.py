@@ -26,6 +26,10 @@ from inflight.kv.tiers.host_loads import HostLoads
 Copy = tuple[int, int]
 """(source, target): blocks to copy before a step."""
 
+WORTH_SHARING_TOKENS = 1 << 14
+"""Cached tokens of all sequences, below which no prefix is worth being read once for those that
+share it (see `Cascade.min_saved` of the kernels)."""
+
 Place = tuple[Sequence, int, int]
 """(beam, table, index): an entry of a block table, which may be the next one."""
 
@@ -59,6 +63,8 @@ class BlockTables:
         self.pool = pool
         self._host = host
         self._loads = None if host is None else HostLoads(host, pool)
+        self._cached: dict[Sequence, int] = {}  # tokens, of running sequences
+        self._num_cached = 0
         self._fetched_for: Sequence | None = None
         self._fetched: set[bytes] = set()  # blocks that were read from disk for it
         self.num_reserved = 0
@@ -82,6 +88,11 @@ class BlockTables:
         hashes = self._hashes_of(sequence, sequence.num_prompt_tokens)
         first = self._num_cached_tokens(hashes, self.pool.is_cached) // self.pool.block_size
         return self._pending.num_in_flight(hashes, first, end_of) >= WORTH_TOKENS
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prefixes that sequences share may be long enough to be read once for them."""
+        return self._num_cached >= WORTH_SHARING_TOKENS
 
     def awaits_disk(self, group: SequenceGroup) -> bool:
         """Whether a part of a group's prefix is being read from disk; starts to read it."""
@@ -138,6 +149,7 @@ class BlockTables:
             self._retain(sequence, index, first, len(table))
         for first, table in zip(sequence.first_blocks, sequence.tables, strict=True):
             self.pool.release(table[first:])
+        self._num_cached -= self._cached.pop(sequence, 0)
         self._set(sequence, [[] for _ in self._tables])
         sequence.num_computed = 0
         sequence.num_in_flight = 0
@@ -351,6 +363,9 @@ class BlockTables:
                     pool.release([new.pop()])
             tables.append([_FREED] * first + blocks + new)
         self._set(sequence, tables, firsts)
+        if num_cached:
+            self._cached[sequence] = num_cached
+            self._num_cached += num_cached
         sequence.num_computed = computed
         self._pending.add(sequence, hashes[self._num_registered(hashes, num_cached) :])
         return copies

@@ -370,8 +370,9 @@ class Decoder:
         residual, attended = self._residual, buffers.attended
 
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
+        block_size = cache.block_size if size.shares_prefixes else None
         passes: list[LayerPass] = [
-            shared.begin(inputs, size, cache.table_of[first], cache.block_size)
+            shared.begin(inputs, size, cache.table_of[first], block_size)
             for shared, first in zip(self._attentions, self._first_layer_of, strict=True)
         ]
         layers = zip(

@@ -203,11 +203,12 @@ class Scheduler:
             if length:
                 chunks.append(self._prefill(sequence, length))
         copies += cached
+        shares = self._tables.shares_prefixes
         if not chunks or self.host_cache is None:
-            return Batch(chunks, copies)
+            return Batch(chunks, copies, shares_prefixes=shares)
         loads, stores = self._tables.take_loads(), self._tables.plan_stores()
         reads_loads = has_loads or (is_first and self._tables.is_loading(prefills[0]))
-        return Batch(chunks, copies, loads, stores, bool(loads) and reads_loads)
+        return Batch(chunks, copies, loads, stores, bool(loads) and reads_loads, shares)
 
     def _decode(self, chunks: list[Chunk], copies: list[Copy]) -> tuple[list[Sequence], int]:
         """Plan the running sequences that decode.

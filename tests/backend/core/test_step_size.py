@@ -35,3 +35,12 @@ def test_keys_of_prompts_are_counted_in_whole_blocks() -> None:
         for start in (0, 63, 64)
     ]
     assert StepSize.of(Batch([*chunks, chunk(1)])).prompt_keys == 128 + 128 + 192
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shares"), [([1] * 8, True), ([1] * 7, False), ([1] * 8 + [2], False)]
+)
+def test_steps_of_many_single_tokens_share_prefixes(lengths: list[int], shares: bool) -> None:
+    chunks = [chunk(length) for length in lengths]
+    assert StepSize.of(Batch(chunks, shares_prefixes=True)).shares_prefixes == shares
+    assert not StepSize.of(Batch(chunks)).shares_prefixes

@@ -79,6 +79,7 @@ class CheckingRunner:
         self.steps_ahead = steps_ahead
         self.step_costs = StepCosts((1, 64), (1.0, 1.0))
         self.supports_host_drafts = True
+        self.host_memory = None
         limits = BatchLimits(
             max_num_seqs,
             64,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from inflight.core.step_size import StepSize
-from inflight.execution.graph_buckets import capture_sizes, row_counts
+from inflight.execution.graph_buckets import capture_sizes, row_counts, sharing_counts
 
 MAX_NUM_SEQS, MAX_DRAFTS = 64, 5
 MAX_ROWS = MAX_NUM_SEQS + 100
@@ -102,3 +104,21 @@ def test_no_size_is_larger_than_a_step_can_be() -> None:
 def test_no_graph_is_captured_if_the_gpu_is_slower_than_the_launches() -> None:
     sizes = capture_sizes(8, 8, 0, 8192, 2 * LAYER_OF_8B)
     assert max(size.num_tokens for size in sizes) == 1024
+
+
+def test_decodes_that_share_prefixes_have_graphs_of_their_own() -> None:
+    for count in range(8, MAX_NUM_SEQS + 1):
+        step = StepSize(count, count, count, 1, 0, shares_prefixes=True)
+        bucket = bucket_for(step)
+        assert bucket is not None
+        assert bucket.shares_prefixes
+        assert bucket_for(replace(step, shares_prefixes=False)) == bucket_for(
+            StepSize.decode(count)
+        )
+    assert not any(size.shares_prefixes for size in SIZES if size.max_q_len > 1)
+
+
+def test_few_sequences_need_no_graphs_for_shared_prefixes() -> None:
+    assert sharing_counts(15) == []
+    assert sharing_counts(16) == [16]
+    assert sharing_counts(300) == [16, 32, 64, 96, 128, 192, 256, 300]

@@ -23,6 +23,7 @@ from inflight.execution import cuda_runner
 from inflight.execution import factory as runners
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
+from inflight.kv import block_tables
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
 from inflight.models.layers import residual
 from inflight.sampling.params import SamplingParams
@@ -251,6 +252,7 @@ def test_decodes_read_a_common_prefix_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cascades = watch_cascades(monkeypatch)
+    monkeypatch.setattr(block_tables, "WORTH_SHARING_TOKENS", 64)
     engine = make_engine(checkpoint, enable_prefix_caching=True, **settings)
     common = (prompts(1, most=300, seed=5)[0] * 300)[:256]
     inputs = [common + tail for tail in prompts(20, most=60)]
@@ -259,9 +261,11 @@ def test_decodes_read_a_common_prefix_once(
     on_gpu = [cascade.prefixes for cascade in cascades if cascade.prefixes.is_cuda]
     assert any(int(prefixes[0, 2]) > 1 for prefixes in on_gpu), "members of a prefix"
     check(teacher, inputs, together)
-    for prompt in inputs[:5]:
-        alone = generate(engine, requests([prompt], max_tokens=64, first_id=2000))
-        check(teacher, [prompt], {0: alone[2000]})
+    alone = {
+        index: generate(engine, requests([prompt], max_tokens=64, first_id=2000))[2000]
+        for index, prompt in enumerate(inputs[:5])
+    }
+    check(teacher, inputs[:5], alone)
 
 
 def watch_cascades(monkeypatch: pytest.MonkeyPatch) -> list[Cascade]:

@@ -16,6 +16,7 @@ import windowed
 from inflight.checkpoint.locate import Checkpoint
 from inflight.core.batch import Batch, Load, Store
 from inflight.engine.engine import Engine, generate
+from inflight.execution.cuda_runner import CudaRunner
 from inflight.kv.tiers.host_blocks import block_parts
 from inflight.kv.tiers.host_transfers import HostTransfers
 from returning_chats import NUM_CHATS, NUM_TURNS, chat, turn
@@ -26,6 +27,12 @@ HOST_BYTES = 256 << 20
 LATENT = "latent"
 # So that a text does not depend on the steps' other sequences, whose number differs.
 SETTINGS: dict[str, Any] = {"batch_invariant": True, "enable_prefix_caching": True}
+
+
+@pytest.fixture(autouse=True)
+def loads_any_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as these compute tokens sooner than they load them."""
+    monkeypatch.setattr(CudaRunner, "_measure_loads", lambda self, config: None)
 
 
 def make_engine(checkpoint: Checkpoint, **changes: Any) -> Engine:
@@ -83,6 +90,7 @@ def test_copies_are_in_order_with_steps_and_with_one_another() -> None:
     """A step that writes to a block after its store, and one that reads a block it loads."""
     caches = [_filled(3, 2, 8, 4, 2, 16), _filled(2, 8, 4, 1, 24)]
     before = [cache.clone() for cache in caches]
+    torch.cuda.synchronize()  # a store does not wait for the step before it
     parts = block_parts(caches)
     transfers = HostTransfers(parts, 4 * parts[-1].end)
     assert transfers.blocks.num_slots == 4
@@ -111,6 +119,7 @@ def test_a_slot_is_overwritten_after_it_was_read() -> None:
     parts = block_parts(caches)
     transfers = HostTransfers(parts, parts[-1].end)
     original = caches[0][..., 5, :, :, :].clone()
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         transfers.launch(Batch([], stores=[Store(0, 5, 0)]))
         for turn_ in range(20):
@@ -119,3 +128,15 @@ def test_a_slot_is_overwritten_after_it_was_read() -> None:
             transfers.launch(Batch([], loads=loads, stores=stores, reads_loads=True))
             expected = original if turn_ == 0 else caches[0][..., 6, :, :, :]
             assert torch.equal(caches[0][..., 2, :, :, :], expected)
+
+
+def test_a_runner_knows_from_which_length_on_loading_pays_off(tmp_path: Path) -> None:
+    checkpoint = model(tmp_path, "all layers")
+    engine = make_engine(checkpoint, kv_host_memory_bytes=HOST_BYTES)
+    runner: Any = engine.runner
+    MEASURE(runner, engine.config)
+    memory = runner.host_memory
+    assert 1 <= memory.min_tokens <= windowed.MAX_LEN
+
+
+MEASURE = CudaRunner._measure_loads

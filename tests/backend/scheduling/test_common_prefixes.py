@@ -7,6 +7,7 @@ import pytest
 from fake_runner import PagedRunner
 from inflight.core.batch import Batch
 from inflight.core.sequence import Sequence
+from inflight.kv.block_tables import WORTH_SHARING_TOKENS
 from inflight.kv.pending_prefixes import WORTH_TOKENS
 from inflight.scheduling.scheduler import Scheduler
 from scheduling import lengths, prompt, scheduler, sequence
@@ -103,3 +104,20 @@ def test_a_prefix_that_is_evicted_is_computed_again() -> None:
     again = sequence(51, [*PREFIX, 9])
     one.add(again)
     assert lengths(one.schedule())[51] > SIZE
+
+
+def test_steps_share_prefixes_while_enough_cached_tokens_run() -> None:
+    common = prompt(WORTH_SHARING_TOKENS // 4)
+    one, fake = _scheduler(num_blocks=2000, max_num_batched_tokens=8192), PagedRunner(2000, SIZE)
+    first, *others = _requests(5, common, max_tokens=40)
+    one.add(first)
+    one.commit(first_batch := one.schedule(), fake.launch(first_batch).result())
+    assert not first_batch.shares_prefixes
+    for each in others:
+        one.add(each)
+    batch = one.schedule()
+    assert len(batch.chunks) == 5
+    assert batch.shares_prefixes
+    one.commit(batch, fake.launch(batch).result())
+    one.finish(others[0])
+    assert not one.schedule().shares_prefixes
