@@ -134,7 +134,8 @@ def test_a_runner_knows_from_which_length_on_loading_pays_off(tmp_path: Path) ->
     checkpoint = model(tmp_path, "all layers")
     engine = make_engine(checkpoint, kv_host_memory_bytes=HOST_BYTES)
     runner: Any = engine.runner
-    MEASURE(runner, engine.config)
+    with torch.inference_mode(), torch.cuda.stream(runner._stream):
+        MEASURE(runner, engine.config)
     memory = runner.host_memory
     assert 1 <= memory.min_tokens <= windowed.MAX_LEN
 
