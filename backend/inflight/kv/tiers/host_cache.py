@@ -85,6 +85,7 @@ class HostCache:
         self._holds: Counter[bytes] = Counter()
         self._offered: deque[tuple[int, bytes]] = deque(maxlen=pool.num_blocks)
         self._in_flight: dict[int, _InFlight] = {}  # by ticket
+        self._abandoned: dict[int, int] = {}  # slots of copies of failed steps, by ticket
         self._tickets = itertools.count()
         self._unwritten: deque[bytes] = deque(maxlen=num_slots)
         self._writing: set[bytes] = set()  # to disk
@@ -154,9 +155,11 @@ class HostCache:
     def finish(self, tickets: Iterable[int]) -> None:
         """These copies have ended: the blocks can be loaded."""
         for ticket in tickets:
+            if ticket in self._abandoned:
+                self._free.append(self._abandoned.pop(ticket))
             ended = self._in_flight.pop(ticket, None)
             if ended is None:
-                continue  # of a step that failed
+                continue
             retention = self._pool.retention(ended.block)
             self._pool.release([ended.block])
             if ended.key in self._slots:
@@ -170,12 +173,13 @@ class HostCache:
                     self._unwritten.append(ended.key)
 
     def abandon(self, stores: Iterable[Store]) -> None:
-        """The step of these copies failed: what the slots hold is not known."""
+        """The step of these copies failed. They may still run: their slots are used again once they
+        have ended, and never if they were not launched."""
         for store in stores:
             ended = self._in_flight.pop(store.ticket, None)
             if ended is not None:
                 self._pool.release([ended.block])
-                self._free.append(ended.slot)
+                self._abandoned[store.ticket] = ended.slot
 
     def fetch(self, keys: Iterable[bytes], tried: set[bytes]) -> bool:
         """Read the blocks from disk that are on no other tier, each at most once.
