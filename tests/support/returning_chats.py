@@ -18,7 +18,7 @@ NUM_CHATS, NUM_TURNS = 6, 3
 def turn(
     number: int, chats: list[list[int]], prompt_tokens: int = 30, **params: Any
 ) -> list[Request]:
-    """The next turn of each chat: what was said so far, and something new.
+    """The requests of the next turn of each chat: the conversation so far, and a new message.
 
     Args:
         number: of the turn, from 0 on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -98,6 +99,18 @@ def waits(one: SequenceGroup) -> bool:
     return one.num_in_flight > 0 and (one.needs_committed_tokens or last_is_in_flight)
 
 
+# Of pools of any size.
+ANY_SETTINGS: dict[str, st.SearchStrategy[Any]] = {
+    "block_size": st.sampled_from([1, 2, 4]),
+    "max_prefill_chunk": st.none() | st.integers(1, 6),
+    "max_draft_tokens": st.integers(1, 8),
+    "steps_ahead": st.sampled_from([0, 1, 1, 2]),
+    "spare_rows": st.integers(0, 6),
+    "tables": TABLES,
+    "host_slots": HOST_SLOTS,
+}
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, cancels, suspensions and failures over random small pools.
 
@@ -108,17 +121,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(2, 10),
-        block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 4),
         max_num_batched_tokens=st.integers(1, 12),
-        max_prefill_chunk=st.none() | st.integers(1, 6),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
-        max_draft_tokens=st.integers(1, 8),
-        steps_ahead=st.sampled_from([0, 1, 1, 2]),
-        spare_rows=st.integers(0, 6),
-        tables=TABLES,
-        host_slots=HOST_SLOTS,
         stores_at_once=st.integers(1, 3),
+        **ANY_SETTINGS,
     )
     def start(
         self,
@@ -505,17 +512,11 @@ class SearchMachine(EngineMachine):
 
     @initialize(
         num_blocks=st.integers(8, 16),
-        block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(4, 8),
         max_num_batched_tokens=st.integers(8, 16),
-        max_prefill_chunk=st.none() | st.integers(1, 6),
         enable_prefix_caching=st.booleans(),
-        max_draft_tokens=st.integers(1, 8),
-        steps_ahead=st.sampled_from([0, 1, 1, 2]),
-        spare_rows=st.integers(0, 6),
-        tables=TABLES,
-        host_slots=HOST_SLOTS,
         prompts=st.lists(PROMPTS, min_size=2, max_size=4),
+        **ANY_SETTINGS,
     )
     def start(
         self,
@@ -651,18 +652,12 @@ class ForecastMachine(EngineMachine):
 
     @initialize(
         num_blocks=st.integers(4, 24),
-        block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(2, 8),
         max_num_batched_tokens=st.integers(2, 24),
-        max_prefill_chunk=st.none() | st.integers(1, 6),
         enable_prefix_caching=st.booleans(),
-        max_draft_tokens=st.integers(1, 8),
-        steps_ahead=st.sampled_from([0, 1, 1, 2]),
-        spare_rows=st.integers(0, 6),
-        tables=TABLES,
         share=st.sampled_from([0.1, 0.5, 1.0]),
-        host_slots=HOST_SLOTS,
         earlier=st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=4),
+        **ANY_SETTINGS,
     )
     def start(
         self,

@@ -4,10 +4,11 @@
     index       a record for each block that was written: slot, checksum, hash; the last one of a
                 slot counts
 
-The index is a log, so a process that is killed loses only what it was about to write: a block whose
-record is missing or torn is not there, and one that was overwritten before its record followed does
-not match its checksum. Both files are of one model with one layout of its KV cache, in a folder
-named by its fingerprint; other models have folders of their own. One engine at a time uses it.
+The index is append-only, and a record is written after its block. A process that is killed may lose
+the blocks it was writing, and no others: a block without a complete record is ignored, and a block
+that was overwritten without a new record fails its checksum. Both files are of one model with one
+layout of its KV cache, in a folder named by its fingerprint; other models have folders of their
+own. One engine at a time uses it.
 
 Reads and writes are done by threads. They copy between the file and slots of host memory, which
 `HostCache` keeps from being reused meanwhile.
