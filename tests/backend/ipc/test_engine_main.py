@@ -156,14 +156,21 @@ def test_a_request_is_answered(front: Front):
     assert events[-1].finish_reason == FinishReason.LENGTH
 
 
-def test_an_id_that_is_in_use_is_refused_and_its_request_goes_on(front: Front) -> None:
+def test_an_id_that_is_in_use_is_refused_and_its_request_goes_on(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_failpoint(monkeypatch, "slow", 20)
+    front = Front(model_directory)
     used = front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
     other = front.client.new_request_id()
     params = SamplingParams(max_tokens=3, beam_width=2)
     front.client.submit(Request(other, [5], params, output_ids=(other, used)))
-    ended = front.ends(2)
-    assert ended[other].error == "the request id is in use; send the request again with another one"
-    assert ended[used].finish_reason == FinishReason.LENGTH
+    refused = front.finish(other)[-1]
+    assert refused.error == "the request id is in use; send the request again with another one"
+    assert front.client.stats().num_running == 1
+    front.client.cancel(used)
+    assert front.finish(used)[-1].finish_reason == FinishReason.CANCELLED
+    front.client.close()
 
 
 def test_nobody_can_guess_a_request_id(front: Front) -> None:
@@ -226,14 +233,19 @@ def test_a_front_is_informed_of_deliveries_for_its_requests(front: Front, model_
     other.client.close()
 
 
-def test_a_draining_engine_refuses_the_new_and_finishes_the_old(front: Front):
-    old = front.submit([1] * 20, max_tokens=2000, ignore_eos=True)
+def test_a_draining_engine_refuses_the_new_and_finishes_the_old(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_failpoint(monkeypatch, "slow", 20)
+    front = Front(model_directory)
+    old = front.submit([1] * 20, max_tokens=100, ignore_eos=True)
     front.events.get(timeout=PATIENCE_S)
     front.client.drain()
     new = front.submit([5], max_tokens=1)
     found = front.ends(2)
     assert found[new].error_kind == "capacity"
     assert found[old].finish_reason == FinishReason.LENGTH
+    front.client.close()
 
 
 def test_requests_of_a_crashed_front_alone_are_cancelled(
