@@ -34,12 +34,14 @@ from inflight.models.layers.weights import (
     MoeWeights,
     X,
 )
+from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
     column_parts,
     in_one_format,
     row_parts,
+    stored_kind,
 )
 from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.unquantized import CpuLinear
@@ -78,7 +80,7 @@ class ExpertParts:
     def is_stored_as(self, other: ExpertParts) -> bool:
         """Whether both have the same format."""
         own, others = (
-            [part.dtype if isinstance(part, QuantizedMatrix) else None for part in layer]
+            [stored_kind(part) for part in layer]
             for layer in ((*self.gate_up, *self.down), (*other.gate_up, *other.down))
         )
         return own == others
@@ -502,6 +504,8 @@ def _in_order(stored: M, order: Tensor | None) -> M:
     """Rows [heads * D, ...] with those of each head in this order [D]."""
     if order is None:
         return stored
+    if isinstance(stored, GroupedMatrix):
+        return stored.rows(_in_order(torch.arange(stored.shape[0]), order))
     if isinstance(stored, QuantizedMatrix):
         return QuantizedMatrix(_in_order(stored.values, order), _in_order(stored.scales, order))
     if stored.is_meta:

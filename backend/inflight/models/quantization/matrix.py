@@ -1,4 +1,4 @@
-"""Weight matrices of 8 bits with a scale for each row, and what becomes of a fused layer's parts.
+"""Weight matrices as checkpoints have them, and what becomes of a fused layer's parts.
 
 A matrix is [n, k] as in checkpoints, so a row is an output channel.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import Quantization
+from inflight.models.quantization.grouped import GroupedMatrix
 from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
 
 DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -50,22 +51,32 @@ class QuantizedMatrix:
         return [QuantizedMatrix(values, scales) for values, scales in parts]
 
 
-Matrix: TypeAlias = Tensor | QuantizedMatrix
-"""A weight as a checkpoint has it: 16 or 32 bits a value, or 8 bits and scales."""
+Matrix: TypeAlias = Tensor | QuantizedMatrix | GroupedMatrix
+"""A weight as a checkpoint has it: 16 or 32 bits a value, 8 bits and scales of rows, or codes and
+scales of groups."""
 
 
 M = TypeVar("M", Tensor, Matrix)
 
 
+def stored_kind(matrix: Matrix) -> object:
+    """What matrices have in common that are stored alike; None of those with 16 or 32 bits."""
+    if isinstance(matrix, Tensor):
+        return None
+    return matrix.dtype if isinstance(matrix, QuantizedMatrix) else matrix.kind
+
+
 def row_parts(matrix: M, rows: list[int]) -> Sequence[M]:
     """Consecutive parts with so many rows each; views."""
-    if isinstance(matrix, QuantizedMatrix):
-        return matrix.split(rows)
-    return torch.split(matrix, rows)
+    if isinstance(matrix, Tensor):
+        return torch.split(matrix, rows)
+    return matrix.split(rows)
 
 
 def column_parts(matrix: Matrix, count: int) -> Sequence[Matrix]:
     """So many parts with equal numbers of consecutive columns; views."""
+    if isinstance(matrix, GroupedMatrix):  # a group may be wider than a part
+        matrix = matrix.dequantized()
     values = matrix.values if isinstance(matrix, QuantizedMatrix) else matrix
     parts = torch.split(values, values.shape[1] // count, 1)
     if isinstance(matrix, QuantizedMatrix):
@@ -88,7 +99,7 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
 
 def dequantized(matrix: Matrix) -> Tensor:
     """[n, k]: in float32 if it is quantised, otherwise the tensor itself."""
-    return matrix.dequantized() if isinstance(matrix, QuantizedMatrix) else matrix
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
 
 
 def in_one_format(
