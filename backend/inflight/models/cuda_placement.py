@@ -136,8 +136,14 @@ class CudaPlacement:
     def router(self, stored: Tensor) -> Tensor:
         return self.norm(stored)
 
-    def tied(self, table: Tensor) -> CudaLinear:
-        return CudaLinear(table, None, self._batch_invariant)
+    def embedding(self, stored: Matrix) -> Tensor:
+        return self.table(dequantized(stored))
+
+    def tied(self, embedding: Tensor) -> CudaLinear:
+        return CudaLinear(embedding, None, self._batch_invariant)
+
+    def head(self, stored: Matrix) -> CudaLinear:
+        return self.tied(self.embedding(stored))
 
     def _joined(self, stored: Sequence[Tensor]) -> Tensor:
         if len(stored) == 1:

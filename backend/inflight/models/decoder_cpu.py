@@ -1,6 +1,6 @@
 """Decoder on the CPU: executes a model's spec, independently of its family.
 
-The forward pass in terms of `torch_ops.transformer`.
+The forward pass in terms of `torch_ops.transformer`, or of `cpu_ops.transformer` where it applies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.kv.cache import KVCache
-from inflight.models.layers.linear import CpuWeight
+from inflight.models.cpu_support import cpu_ops, has_kernels
+from inflight.models.layers.linear import CpuEmbedding, CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.layers.routing import routing_of
@@ -91,10 +92,11 @@ class Decoder:
         self.features: Tensor | None = None
         self._aux_layers: tuple[int, ...] = ()
         self._ropes = RotaryTables(spec, max_len, dtype)
+        self._ops = cpu_ops(dtype)
         if linear_format(checkpoint, quantization) == UNQUANTISED:
             quantization = "none"
-        self.weights: ModelWeights[CpuWeight, CpuExperts] = load_weights(
-            checkpoint, spec, CpuPlacement(dtype, quantization), progress
+        self.weights: ModelWeights[CpuWeight, CpuExperts, CpuEmbedding] = load_weights(
+            checkpoint, spec, CpuPlacement(dtype, quantization, has_kernels()), progress
         )
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:
@@ -143,7 +145,7 @@ class Decoder:
             q = self._write_keys(x, attention, own, positions, rope, caches, slots)
             if index == last and kept is not None and not len(kept):
                 break
-            attended = _attend(q, attention, own, caches, plan)
+            attended = self._attend(q, attention, own, caches, plan)
             if index == last and kept is not None:
                 attended, residual = (rows.index_select(0, kept) for rows in (attended, residual))
                 x = x.index_select(0, kept) if layer.parallel else x
@@ -172,15 +174,15 @@ class Decoder:
         """
         added = self._leave(weights.out(attended), weights.attention_post_norm)
         if layer.parallel:
-            added = added + _feed_forward(x, layer.mlp, weights.mlp)
+            added = added + self._feed_forward(x, layer.mlp, weights.mlp)
             return _scaled(added, layer.residual_scale), residual
         added = _scaled(added, layer.residual_scale)
         x, residual = self._enter(added, residual, weights.mlp_norm)
-        added = self._leave(_feed_forward(x, layer.mlp, weights.mlp), weights.mlp_post_norm)
+        added = self._leave(self._feed_forward(x, layer.mlp, weights.mlp), weights.mlp_post_norm)
         return _scaled(added, layer.residual_scale), residual
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        x = ops.embedding(token_ids, self.weights.embedding)
+        x = self.weights.embedding(token_ids)
         if self.spec.embedding_scale == 1.0:
             return x
         return x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
@@ -208,7 +210,7 @@ class Decoder:
         eps = self.spec.norm_eps
         if self.spec.norm == "layer":
             return ops.layer_norm(x, norm.weight, norm.bias, eps, residual)
-        return ops.rms_norm(x, norm.weight, eps, residual)
+        return self._ops.rms_norm(x, norm.weight, eps, residual)
 
     def _write_keys(
         self,
@@ -228,7 +230,7 @@ class Decoder:
         if attention.latent is not None:
             return _write_latent(x, attention, weights, rope, caches[0], slots)
         q, k, v = self._project(x, attention, weights, positions, *rope)
-        ops.write_kv(k, v, *caches, slots)
+        self._ops.write_kv(k, v, *caches, slots)
         return q
 
     def _project(
@@ -241,13 +243,13 @@ class Decoder:
         sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Input [T, hidden_size] -> q [T, H, D], k and v [T, G, D], q and k rotated."""
-        heads = weights.qkv(x).view(len(x), -1, attention.head_dim)
+        heads = weights.qkv(x).view(x.shape[0], -1, attention.head_dim)
         num_heads, num_qk = attention.num_heads, attention.num_heads + attention.num_kv_heads
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if attention.norm_after_rope:
-            qk = self._qk_norm(ops.rotary(qk, cos, sin), attention, weights)
+            qk = self._qk_norm(self._ops.rotary(qk, cos, sin), attention, weights)
         else:
-            qk = ops.rotary(self._qk_norm(qk, attention, weights), cos, sin)
+            qk = self._ops.rotary(self._qk_norm(qk, attention, weights), cos, sin)
         q = qk[:, :num_heads]
         if attention.query_scaling is not None:
             q = q * _query_scales(attention.query_scaling, positions, q.dtype)
@@ -265,6 +267,55 @@ class Decoder:
             rows = part.flatten(1) if attention.qk_norm == "full" else part
             normed.append(self._norm(rows, norm)[0].view(part.shape))
         return torch.cat(normed, 1)
+
+    def _attend(
+        self,
+        q: Tensor,
+        attention: AttentionSpec,
+        weights: LayerWeights[CpuWeight, CpuExperts],
+        caches: tuple[KVMemory, KVMemory],
+        plan: ops.AttentionPlan,
+    ) -> Tensor:
+        """Attention of a layer's queries over its cache -> [T, out_width]."""
+        visible, own = plan.within(attention.window), weights.latent
+        if own is None:
+            scale, cap = attention.scale, attention.score_cap
+            return self._ops.attend(q, *caches, visible, scale, cap, weights.sinks)
+        return latent_ops.attend(q, own.k_up, own.v_up, caches[0], visible, attention.scale)
+
+    def _feed_forward(
+        self,
+        x: Tensor,
+        spec: MlpSpec | MoeSpec,
+        weights: MlpWeights[CpuWeight] | MoeWeights[CpuWeight, CpuExperts],
+    ) -> Tensor:
+        if isinstance(spec, MlpSpec):
+            assert isinstance(weights, MlpWeights)
+            return self._mlp(x, spec, weights)
+        assert isinstance(weights, MoeWeights)
+        return self._moe(x, spec, weights)
+
+    def _mlp(self, x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
+        gate_up = weights.gate_up(x)
+        if mlp.gated and mlp.activation == "silu":
+            return weights.down(self._ops.silu_mul(gate_up))
+        return weights.down(_ACTIVATIONS[mlp.activation, mlp.gated](gate_up))
+
+    def _moe(self, x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight, CpuExperts]) -> Tensor:
+        logits = ops.linear(x.float(), weights.router, weights.router_bias)
+        experts, scores = moe_ops.route(logits, routing_of(moe), weights.select_bias)
+        out = moe_ops.sum_of_experts(
+            x,
+            experts,
+            scores,
+            lambda index, rows: self._mlp(rows, moe.expert, weights.experts[index]),
+        )
+        if moe.shared is None or weights.shared is None:
+            return out
+        shared = self._mlp(x, moe.shared, weights.shared)
+        if weights.shared_gate is not None:
+            shared = shared * ops.linear(x.float(), weights.shared_gate).sigmoid().to(x.dtype)
+        return out + shared
 
 
 def _write_latent(
@@ -285,61 +336,13 @@ def _write_latent(
     return latent_ops.rotate_queries(q.view(len(q), -1, latent.qk_dim), *rope)
 
 
-def _attend(
-    q: Tensor,
-    attention: AttentionSpec,
-    weights: LayerWeights[CpuWeight, CpuExperts],
-    caches: tuple[KVMemory, KVMemory],
-    plan: ops.AttentionPlan,
-) -> Tensor:
-    """Attention of a layer's queries over its cache -> [T, out_width]."""
-    visible, own = plan.within(attention.window), weights.latent
-    if own is None:
-        scale, cap = attention.scale, attention.score_cap
-        return ops.attend(q, *caches, visible, scale, cap, weights.sinks)
-    return latent_ops.attend(q, own.k_up, own.v_up, caches[0], visible, attention.scale)
-
-
-# Looked up in `ops` at each call, so that tests can replace them.
 _ACTIVATIONS: dict[tuple[Activation, bool], Callable[[Tensor], Tensor]] = {
-    ("silu", True): lambda gate_up: ops.silu_mul(gate_up),
-    ("gelu_tanh", True): lambda gate_up: ops.gelu_tanh_mul(gate_up),
-    ("clamped_swiglu", True): lambda gate_up: ops.clamped_swiglu(gate_up),
-    ("gelu_tanh", False): lambda up: ops.gelu_tanh(up),
-    ("relu2", False): lambda up: ops.relu2(up),
+    ("gelu_tanh", True): ops.gelu_tanh_mul,
+    ("clamped_swiglu", True): ops.clamped_swiglu,
+    ("gelu_tanh", False): ops.gelu_tanh,
+    ("relu2", False): ops.relu2,
 }
-"""By activation, and whether there is a gate."""
-
-
-def _feed_forward(
-    x: Tensor,
-    spec: MlpSpec | MoeSpec,
-    weights: MlpWeights[CpuWeight] | MoeWeights[CpuWeight, CpuExperts],
-) -> Tensor:
-    if isinstance(spec, MlpSpec):
-        assert isinstance(weights, MlpWeights)
-        return _mlp(x, spec, weights)
-    assert isinstance(weights, MoeWeights)
-    return _moe(x, spec, weights)
-
-
-def _mlp(x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
-    activate = _ACTIVATIONS[mlp.activation, mlp.gated]
-    return weights.down(activate(weights.gate_up(x)))
-
-
-def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight, CpuExperts]) -> Tensor:
-    logits = ops.linear(x.float(), weights.router, weights.router_bias)
-    experts, scores = moe_ops.route(logits, routing_of(moe), weights.select_bias)
-    out = moe_ops.sum_of_experts(
-        x, experts, scores, lambda index, rows: _mlp(rows, moe.expert, weights.experts[index])
-    )
-    if moe.shared is None or weights.shared is None:
-        return out
-    shared = _mlp(x, moe.shared, weights.shared)
-    if weights.shared_gate is not None:
-        shared = shared * ops.linear(x.float(), weights.shared_gate).sigmoid().to(x.dtype)
-    return out + shared
+"""Those that are always torch's, by activation, and whether there is a gate."""
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

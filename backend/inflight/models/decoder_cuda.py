@@ -281,7 +281,7 @@ class Decoder:
             settings.quantization,
             _quantized_memory(checkpoint, spec, settings),
         )
-        self.weights: ModelWeights[CudaWeight, CudaExperts] = load_weights(
+        self.weights: ModelWeights[CudaWeight, CudaExperts, Tensor] = load_weights(
             checkpoint, spec, placement, progress, device
         )
         self._buffers = Buffers(spec, settings.max_tokens, settings)

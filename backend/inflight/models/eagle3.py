@@ -35,8 +35,8 @@ from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.decoder_cpu import RotaryTables
 from inflight.models.eagle3_spec import Eagle3Spec
-from inflight.models.layers.linear import CpuWeight
-from inflight.models.layers.weights import CpuExperts, L, ModelWeights, X
+from inflight.models.layers.linear import CpuEmbedding, CpuWeight
+from inflight.models.layers.weights import CpuExperts, E, L, ModelWeights, X
 from inflight.models.loader import CpuPlacement, Progress, WeightPlacement
 from inflight.models.stored.weights import (
     EmptyWeights,
@@ -56,11 +56,11 @@ _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 
 
 @dataclass(frozen=True, slots=True)
-class HeadWeights(Generic[L]):
+class HeadWeights(Generic[L, E]):
     """All weights of a head, placed for its forward pass.
 
     Attributes:
-        embedding: [V, hidden_size].
+        embedding: see `E`.
         feature_norms: norms of consecutive columns of what `fuse` takes; empty for none.
         fuse: fc, [hidden_size, len(aux_layers) * target_hidden_size].
         embedding_norm, hidden_norm: norms of the two halves of q, k and v's input.
@@ -69,7 +69,7 @@ class HeadWeights(Generic[L]):
         targets: [draft_vocab_size] int64, the target's id of each draft token; None if equal.
     """
 
-    embedding: Tensor
+    embedding: E
     feature_norms: list[Tensor]
     fuse: L
     embedding_norm: Tensor
@@ -107,7 +107,7 @@ class Head:
         self,
         checkpoint: Checkpoint,
         spec: Eagle3Spec,
-        target: ModelWeights[CpuWeight, CpuExperts],
+        target: ModelWeights[CpuWeight, CpuExperts, CpuEmbedding],
         dtype: torch.dtype,
         max_len: int,
         progress: Progress,
@@ -116,7 +116,7 @@ class Head:
         self.dtype = dtype
         self._attention = spec.layer.layers[0].attention
         self._ropes = RotaryTables(spec.layer, max_len, dtype)
-        self._weights: HeadWeights[CpuWeight] = load_head(
+        self._weights: HeadWeights[CpuWeight, CpuEmbedding] = load_head(
             checkpoint, spec, target, CpuPlacement(dtype)
         )
         progress("weights", 1.0)
@@ -154,7 +154,7 @@ class Head:
         weights, attention, eps = self._weights, self._attention, self.spec.layer.norm_eps
         num_heads, num_qk = attention.num_heads, attention.num_heads + attention.num_kv_heads
         cos, sin = self._ropes.at(positions)[attention.rope]
-        embedded = ops.embedding(token_ids, weights.embedding)
+        embedded = weights.embedding(token_ids)
         embedded, _ = ops.rms_norm(embedded, weights.embedding_norm, eps)
         normed, _ = ops.rms_norm(hidden, weights.hidden_norm, eps)
         residual = normed if self.spec.norm_before_residual else hidden
@@ -184,10 +184,10 @@ class Head:
 def load_head(
     checkpoint: Checkpoint,
     spec: Eagle3Spec,
-    target: ModelWeights[L, X],
-    placement: WeightPlacement[L, X],
+    target: ModelWeights[L, X, E],
+    placement: WeightPlacement[L, X, E],
     device: torch.device | str = "cpu",
-) -> HeadWeights[L]:
+) -> HeadWeights[L, E]:
     """Load all weights of a head.
 
     Args:
@@ -212,7 +212,7 @@ def load_head(
     found, hidden = stored.shapes, spec.layer.hidden_size
     embedding = target.embedding
     if "embed_tokens.weight" in found:
-        embedding = placement.table(stored.read("embed_tokens.weight"))
+        embedding = placement.embedding(stored.read("embed_tokens.weight"))
     qkv = [f"midlayer.self_attn.{name}_proj" for name in "qkv"]
     return HeadWeights(
         embedding=embedding,

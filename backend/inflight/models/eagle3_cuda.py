@@ -56,7 +56,7 @@ class Head:
         self,
         checkpoint: Checkpoint,
         spec: Eagle3Spec,
-        target: ModelWeights[CudaWeight, CudaExperts],
+        target: ModelWeights[CudaWeight, CudaExperts, Tensor],
         settings: DecoderSettings,
         max_chunks: int,
         progress: Progress,
@@ -66,7 +66,7 @@ class Head:
         self.spec = spec
         device = settings.device
         placement = CudaPlacement(settings.dtype, device, settings.batch_invariant)
-        self._weights: HeadWeights[CudaWeight] = load_head(
+        self._weights: HeadWeights[CudaWeight, Tensor] = load_head(
             checkpoint, spec, target, placement, device
         )
         progress("weights", 1.0)

@@ -21,11 +21,12 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.models.family import WHOLE_TENSORS
-from inflight.models.layers.linear import CpuWeight
+from inflight.models.layers.linear import CpuEmbedding, CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import rope_order
 from inflight.models.layers.weights import (
     CpuExperts,
+    E,
     L,
     LatentWeights,
     LayerWeights,
@@ -34,17 +35,24 @@ from inflight.models.layers.weights import (
     MoeWeights,
     X,
 )
-from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.grouped import GroupedMatrix, joined_kinds
+from inflight.models.quantization.grouped_cpu import (
+    CpuGroupedLinear,
+    CpuGroupedTable,
+    PackedPart,
+    is_supported,
+)
 from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
     column_parts,
+    dequantized,
     in_one_format,
     row_parts,
     stored_kind,
 )
 from inflight.models.quantization.quantized import CpuQuantizedLinear
-from inflight.models.quantization.unquantized import CpuLinear
+from inflight.models.quantization.unquantized import CpuLinear, CpuTable
 from inflight.models.registry import family_of
 from inflight.models.spec import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight.models.stored.weights import Shape, Weights, open_weights
@@ -86,7 +94,7 @@ class ExpertParts:
         return own == others
 
 
-class WeightPlacement(Protocol[L, X]):
+class WeightPlacement(Protocol[L, X, E]):
     """Where weights are kept, and in which layout. Results do not alias the file."""
 
     def table(self, stored: Tensor) -> Tensor:
@@ -111,8 +119,14 @@ class WeightPlacement(Protocol[L, X]):
     def router(self, stored: Tensor) -> Tensor:
         """A weight that scores experts, in float32: never quantised."""
 
-    def tied(self, table: Tensor) -> L:
-        """The linear layer with a placed table as its weight, never quantised: an output layer."""
+    def embedding(self, stored: Matrix) -> E:
+        """An embedding table, never quantised here: as it is stored, or dequantised."""
+
+    def tied(self, embedding: E) -> L:
+        """The output layer with a placed embedding as its weight."""
+
+    def head(self, stored: Matrix) -> L:
+        """An output layer, never quantised here: as it is stored, or dequantised."""
 
 
 class CpuPlacement:
@@ -121,11 +135,18 @@ class CpuPlacement:
     Args:
         dtype: of weights that are not quantised, and of activations.
         quantization: of linear layers, as in settings.
+        keeps_groups: whether `GroupedMatrix` stays as it is stored, as far as there are kernels.
     """
 
-    def __init__(self, dtype: torch.dtype, quantization: Quantization = "auto") -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        quantization: Quantization = "auto",
+        keeps_groups: bool = True,
+    ) -> None:
         self._dtype = dtype
         self._quantization = quantization
+        self._keeps_groups = keeps_groups and quantization != "none"
 
     def table(self, stored: Tensor) -> Tensor:
         # A copy even if the dtype is the same: the weights must not depend on the mapped file.
@@ -137,6 +158,9 @@ class CpuPlacement:
 
     def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CpuWeight:
         bias = self._joined(biases) if biases else None
+        grouped = self._kept(weights)
+        if grouped:
+            return CpuGroupedLinear([PackedPart(part) for part in joined_kinds(grouped)], bias)
         parts = in_one_format(weights, self._quantization)
         if isinstance(parts, QuantizedMatrix):
             return CpuQuantizedLinear(parts, bias)
@@ -157,8 +181,25 @@ class CpuPlacement:
     def router(self, stored: Tensor) -> Tensor:
         return pack(stored.to(torch.float32, copy=True))
 
-    def tied(self, table: Tensor) -> CpuLinear:
-        return CpuLinear(table, None)
+    def embedding(self, stored: Matrix) -> CpuTable | CpuGroupedTable:
+        grouped = self._kept([stored])
+        if grouped:
+            return CpuGroupedTable(PackedPart(*grouped), self._dtype)
+        return CpuTable(self.table(dequantized(stored)))
+
+    def tied(self, embedding: CpuEmbedding) -> CpuWeight:
+        assert isinstance(embedding, CpuTable | CpuGroupedTable), "of this placement"
+        return embedding.as_linear()
+
+    def head(self, stored: Matrix) -> CpuWeight:
+        return self.embedding(stored).as_linear()
+
+    def _kept(self, weights: Sequence[Matrix]) -> list[GroupedMatrix]:
+        """The parts of a layer if all of them stay as they are stored; otherwise none."""
+        kept = [part for part in weights if isinstance(part, GroupedMatrix) and is_supported(part)]
+        if self._keeps_groups and self._quantization == "auto" and len(kept) == len(weights):
+            return kept
+        return []
 
     def _joined(self, stored: Sequence[Tensor]) -> Tensor:
         return torch.cat([self.table(part) for part in stored])
@@ -167,10 +208,10 @@ class CpuPlacement:
 def load_weights(
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    placement: WeightPlacement[L, X],
+    placement: WeightPlacement[L, X, E],
     progress: Progress,
     device: torch.device | str = "cpu",
-) -> ModelWeights[L, X]:
+) -> ModelWeights[L, X, E]:
     """Read all weights of a model.
 
     Args:
@@ -189,18 +230,20 @@ def load_weights(
     layers: list[LayerWeights[L, X]] = []
     # Reading is bound by dequantisation in numpy, one core per tensor.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        embedding = pool.submit(lambda: placement.table(stored.read("model.embed_tokens.weight")))
+        table = pool.submit(
+            lambda: placement.embedding(stored.read_matrix("model.embed_tokens.weight"))
+        )
         for done in pool.map(reader.layer, range(spec.num_layers)):
             layers.append(done)
             progress("weights", len(layers) / (spec.num_layers + 1))
-        table = embedding.result()
+        embedding = table.result()
     if spec.tie_word_embeddings:
-        head = placement.tied(table)
+        head = placement.tied(embedding)
     else:
-        head = placement.tied(placement.table(stored.read("lm_head.weight")))
+        head = placement.head(stored.read_matrix("lm_head.weight"))
     norm = reader.norm("model.norm", has_bias=spec.norm_bias)
     progress("weights", 1.0)
-    return ModelWeights(embedding=table, layers=layers, norm=norm, head=head)
+    return ModelWeights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -326,7 +369,7 @@ def _name(spec: ModelSpec, index: int, slot: str) -> str:
     return f"model.layers.{index}.{family_of(spec).tensors[slot][0].format(expert)}"
 
 
-class _LayerReader(Generic[L, X]):
+class _LayerReader(Generic[L, X, E]):
     """Reads the layers of a checkpoint, from several threads.
 
     Args:
@@ -341,7 +384,7 @@ class _LayerReader(Generic[L, X]):
         checkpoint: Checkpoint,
         spec: ModelSpec,
         stored: Weights,
-        placement: WeightPlacement[L, X],
+        placement: WeightPlacement[L, X, E],
     ) -> None:
         self._spec = spec
         self._stored = stored

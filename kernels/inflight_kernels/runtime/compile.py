@@ -23,6 +23,7 @@ from cuda.core import Program, ProgramOptions
 from cuda.pathfinder import find_nvidia_header_directory
 
 from inflight_kernels.runtime.architectures import ARCHITECTURES
+from inflight_kernels.runtime.cache_folder import cache_folder
 
 Instantiation = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 """Kernels of a module of ops: stem, names and defines of `cubin`."""
@@ -99,7 +100,7 @@ def _find(
     stem: str, names: tuple[str, ...], defines: tuple[tuple[str, str], ...], arch: str
 ) -> Cubin:
     source = source_of(stem).read_text()
-    path = _cache_folder() / f"{stem}-{arch}-{_key(source, names, defines, arch)}.cubin"
+    path = cache_folder() / f"{stem}-{arch}-{_key(source, names, defines, arch)}.cubin"
     found = _read(path)
     if found is None:
         found = _compile(stem, source, names, defines, arch)
@@ -193,12 +194,6 @@ def _toolkit_headers() -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- the cache on disk
-
-
-def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return base / "inflight" / "kernels"
 
 
 def _read(path: Path) -> Cubin | None:

@@ -275,6 +275,23 @@ class ChunkPiece:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class SingleRows:
+    """Chunks of one token, in the order of the batch.
+
+    Attributes:
+        rows: [n] int64, in q.
+        tables: [n, B] int64, contiguous; entries past a sequence's length are not read.
+        seq_lens: [n] int64, keys of each, its own included.
+        num_keys: of all.
+    """
+
+    rows: Ints
+    tables: Ints
+    seq_lens: Ints
+    num_keys: int
+
+
 class AttentionPlan:
     """How `attend` splits a step's chunks into batched decode rows and single longer chunks.
 
@@ -288,6 +305,10 @@ class AttentionPlan:
         block_size: tokens per block.
         dtype: of q.
         window: a row attends to the last `window` keys up to its own; 0 for all.
+
+    Attributes:
+        window: as given.
+        pieces: the chunks of several tokens.
     """
 
     def __init__(
@@ -301,6 +322,7 @@ class AttentionPlan:
     ) -> None:
         self._step = (block_tables, query_start, seq_lens, block_size, dtype)
         self._windows = {window: self}
+        self.window = window
         q_lens = np.diff(query_start)
         # Blocks that end before the window of a chunk's first row are skipped.
         first_visible = seq_lens - q_lens + 1 - window if window else np.zeros_like(seq_lens)
@@ -311,28 +333,8 @@ class AttentionPlan:
         tables = np.take_along_axis(block_tables, columns, 1) if window else block_tables
         kv_lens = seq_lens - skipped
         num_blocks = -(-kv_lens // block_size)
-        single = np.flatnonzero(q_lens == 1)
-        single = single[np.argsort(num_blocks[single], kind="stable")]
-        self.groups: list[DecodeGroup] = []
-        begin = 0
-        while begin < len(single):
-            # Padding to the longest wastes at most half of a group's gathers, or a few blocks.
-            shortest = num_blocks[single[begin]]
-            limit = max(2 * shortest, shortest + 8)
-            end = begin + int(np.searchsorted(num_blocks[single[begin:]], limit, side="right"))
-            members = np.sort(single[begin:end])
-            everything = len(members) == len(seq_lens)
-            self.groups.append(
-                _decode_group(
-                    None if everything else query_start[members],
-                    tables[members],
-                    num_blocks[members],
-                    kv_lens[members],
-                    np.maximum(kv_lens[members] - window, 0) if window else None,
-                    dtype,
-                )
-            )
-            begin = end
+        self._single = np.flatnonzero(q_lens == 1)
+        self._reads = (tables, num_blocks, kv_lens)
         self.pieces: list[ChunkPiece] = []
         for i in np.flatnonzero(q_lens > 1):
             q_len, kv_len = int(q_lens[i]), int(kv_lens[i])
@@ -344,6 +346,45 @@ class AttentionPlan:
             blocks = torch.from_numpy(tables[i, : num_blocks[i]])
             start = int(query_start[i])
             self.pieces.append(ChunkPiece(start, start + q_len, blocks, kv_len, mask))
+
+    @functools.cached_property
+    def single(self) -> SingleRows:
+        """The chunks of one token."""
+        block_tables, query_start, seq_lens, *_ = self._step
+        rows, tables, lens = (
+            np.ascontiguousarray(each[self._single], np.int64)
+            for each in (query_start, block_tables, seq_lens)
+        )
+        return SingleRows(rows, tables, lens, int(lens.sum()))
+
+    @functools.cached_property
+    def groups(self) -> list[DecodeGroup]:
+        """The chunks of one token, those of similar length together."""
+        _, query_start, seq_lens, _, dtype = self._step
+        tables, num_blocks, kv_lens = self._reads
+        window, single = self.window, self._single
+        single = single[np.argsort(num_blocks[single], kind="stable")]
+        groups: list[DecodeGroup] = []
+        begin = 0
+        while begin < len(single):
+            # Padding to the longest wastes at most half of a group's gathers, or a few blocks.
+            shortest = num_blocks[single[begin]]
+            limit = max(2 * shortest, shortest + 8)
+            end = begin + int(np.searchsorted(num_blocks[single[begin:]], limit, side="right"))
+            members = np.sort(single[begin:end])
+            everything = len(members) == len(seq_lens)
+            groups.append(
+                _decode_group(
+                    None if everything else query_start[members],
+                    tables[members],
+                    num_blocks[members],
+                    kv_lens[members],
+                    np.maximum(kv_lens[members] - window, 0) if window else None,
+                    dtype,
+                )
+            )
+            begin = end
+        return groups
 
     def within(self, window: int) -> AttentionPlan:
         """The plan of the same step for layers with this window; 0 for none."""
@@ -403,7 +444,7 @@ def attend(
         plan,
         q.shape[1] * v_cache.shape[-1],
         lambda rows, group: _attend_decode(rows, k_cache, v_cache, group, scale, cap, sinks),
-        lambda rows, piece: _attend_chunk(rows, k_cache, v_cache, piece, scale, cap, sinks),
+        lambda rows, piece: attend_chunk(rows, k_cache, v_cache, piece, scale, cap, sinks),
     )
 
 
@@ -426,15 +467,16 @@ def attend_parts(
     return out
 
 
-def _attend_chunk(
+def attend_chunk(
     q: Tensor,
     k_cache: KVMemory,
     v_cache: KVMemory,
     piece: ChunkPiece,
     scale: float,
-    cap: float,
-    sinks: Tensor | None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
+    """`attend` for the rows of one chunk."""
     k = gather(k_cache, piece.blocks, 1, piece.kv_len, q.dtype)
     v = gather(v_cache, piece.blocks, 1, piece.kv_len, q.dtype)
     rows = q.transpose(0, 1).unsqueeze(0)

@@ -105,7 +105,7 @@ def _optimize_little(patched: pytest.MonkeyPatch) -> None:
     own: this code is not for GPUs."""
     quick = functools.partial(compiler.ProgramOptions, ofast_compile="mid")
     patched.setattr(compiler, "ProgramOptions", quick)
-    patched.setenv("XDG_CACHE_HOME", str(compiler._cache_folder() / "quick"))
+    patched.setenv("XDG_CACHE_HOME", str(compiler.cache_folder() / "quick"))
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_a_broken_cache_file_is_compiled_again(
     csrc: Path, compilations: list[str], content: bytes
 ) -> None:
     whole = cubin("scale", ("scale<float>",), arch="sm_80")
-    (entry,) = compiler._cache_folder().iterdir()
+    (entry,) = compiler.cache_folder().iterdir()
     entry.write_bytes(content)
     assert cubin("scale", ("scale<float>",), arch="sm_80") == whole
     assert cubin("scale", ("scale<float>",), arch="sm_80") == whole
@@ -270,7 +270,7 @@ def test_nothing_but_whole_entries_is_left_behind(csrc: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: cubin("scale", ("scale<float>",), arch="sm_80"), range(8)))
     assert all(entry == found[0] for entry in found)
-    (entry,) = compiler._cache_folder().iterdir()
+    (entry,) = compiler.cache_folder().iterdir()
     assert entry.name.startswith("scale-sm_80-")
 
 

@@ -1,5 +1,5 @@
-"""Interfaces of a linear layer's weight. A weight owns its data, format and device; each format is
-a module of `quantization`.
+"""Interfaces of a linear layer's weight, and of an embedding. A weight owns its data, format and
+device; each format is a module of `quantization`.
 
 Shapes: T valid tokens, in buffers with more rows; weights [n, k] as in checkpoints. On a GPU the
 methods take entire buffers because batch-invariant mode computes tiles of a fixed size, padding
@@ -25,6 +25,13 @@ class CpuWeight(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] @ weight.T + bias -> [T, n]."""
+
+
+class CpuEmbedding(Protocol):
+    """An embedding table on the CPU."""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Rows [T, hidden_size] for token_ids [T], in the dtype of activations."""
 
 
 class CudaSublayer(Protocol):

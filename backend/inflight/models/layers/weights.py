@@ -14,6 +14,8 @@ L = TypeVar("L", covariant=True)
 """The weight of a linear layer on some device: `CpuWeight` or `CudaWeight`."""
 X = TypeVar("X", covariant=True)
 """The experts of a layer on some device: `CpuExperts` or `CudaExperts`."""
+E = TypeVar("E")
+"""The embedding on some device: `CpuEmbedding`, or a table [vocab_size, hidden_size] on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,10 @@ class LayerWeights(Generic[L, X]):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWeights(Generic[L, X]):
+class ModelWeights(Generic[L, X, E]):
     """All weights of a model, placed for its decoder."""
 
-    embedding: Tensor
+    embedding: E
     layers: list[LayerWeights[L, X]]
     norm: NormWeights
     head: L

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -104,6 +105,12 @@ class GroupedMatrix:
         return GroupedMatrix(
             codes, self.bits, scales, minimums, self.zero, self.levels, self.columns
         )
+
+
+def joined_kinds(parts: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:
+    """Matrices, one below the other: neighbours of one kind as one."""
+    runs = groupby(parts, lambda part: part.kind)
+    return [concatenated(list(run)) for _, run in runs]
 
 
 def concatenated(parts: Sequence[GroupedMatrix]) -> GroupedMatrix:

@@ -1,10 +1,29 @@
-"""Unquantised linear weights, 16 or 32 bits, on a CPU."""
+"""Unquantised linear weights and embeddings, 16 or 32 bits, on a CPU."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from inflight_kernels.torch_ops import transformer as ops
+
+
+class CpuTable:
+    """An embedding table on the CPU.
+
+    Args:
+        table: [vocab_size, hidden_size].
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Rows [T, hidden_size] for token_ids [T]."""
+        return ops.embedding(token_ids, self._table)
+
+    def as_linear(self) -> CpuLinear:
+        """The output layer with the same weight."""
+        return CpuLinear(self._table, None)
 
 
 class CpuLinear:

@@ -1,0 +1,64 @@
+// Vectors of eight lanes. They are GCC's and so of any architecture; one with wider registers than
+// 256 bits does not use all of them.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 8 };
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+INLINE floats splat(float value) { return (floats){0} + value; }
+
+INLINE floats load(const float *from) {
+    floats found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+INLINE void store(float *to, floats values) { memcpy(to, &values, sizeof values); }
+
+INLINE float sum_of(floats values) {
+    typedef float quad __attribute__((vector_size(16)));
+    quad halves[2];
+    memcpy(halves, &values, sizeof halves);
+    quad sums = halves[0] + halves[1];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// The larger of each pair; of a pair with a NaN, the second one.
+INLINE floats larger(floats first, floats second) {
+    ints is_first = first > second;
+    return (floats)(((ints)first & is_first) | ((ints)second & ~is_first));
+}
+
+// e^x, off by at most two units in the last place: Cephes's polynomial on [-ln 2 / 2, ln 2 / 2], times
+// a power of two. Exactly 0 from -87.3 down, as results would be subnormal; NaN of NaN.
+INLINE floats exponential(floats x) {
+    ints is_zero = x < -87.33f;
+    ints is_large = x > 88.72f;
+    floats inside = (floats)((ints)x & ~is_zero & ~is_large);
+    floats shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+    ints power = (ints)shifted - 0x4b400000;
+    floats whole = shifted - 12582912.0f;
+    floats rest = inside - whole * 0.693359375f;
+    rest = rest + whole * 2.12194440e-4f;
+    floats series = splat(1.9875691500e-4f);
+    series = series * rest + 1.3981999507e-3f;
+    series = series * rest + 8.3334519073e-3f;
+    series = series * rest + 4.1665795894e-2f;
+    series = series * rest + 1.6666665459e-1f;
+    series = series * rest + 5.0000001201e-1f;
+    floats value = series * (rest * rest) + rest + 1.0f;
+    // Twice, so that neither factor leaves the range of exponents.
+    ints half = power >> 1;
+    value = value * (floats)((half + 127) << 23) * (floats)((power - half + 127) << 23);
+    ints infinite = (ints)splat(__builtin_inff()) & is_large;
+    return (floats)(((ints)value & ~is_zero & ~is_large) | infinite);
+}
