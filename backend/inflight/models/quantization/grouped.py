@@ -55,6 +55,8 @@ class GroupedMatrix:
 
     def dequantized(self) -> Tensor:
         """[n, k] float32, columns in the order of the checkpoint's."""
+        if self.codes.is_meta:  # see `matrix.quantize`
+            return torch.empty(self.shape, device="meta")
         values = self.codes.to(torch.float32)
         if self.levels is not None:
             values = self.levels[self.codes.to(torch.int64)]
