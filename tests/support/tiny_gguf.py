@@ -140,3 +140,28 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return Checkpoint(path, "gguf")
+
+
+def drawn_blocks(kind: gguf.GGMLQuantizationType, count: int, seed: int = 0) -> np.ndarray:
+    """[count, bytes] of random blocks of finite values, also in types that gguf cannot write."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    drawn = np.random.default_rng(seed).integers(0, 256, (2 * count + 64, size), np.uint8)
+    with np.errstate(all="ignore"):
+        is_finite = np.isfinite(gguf.dequantize(drawn, kind)).all(1)
+    found: np.ndarray = drawn[is_finite][:count]
+    assert len(found) == count
+    return found
+
+
+def write_tensors(
+    path: Path, tensors: dict[str, tuple[gguf.GGMLQuantizationType, np.ndarray]]
+) -> Path:
+    """A file of tensors alone: a type, and their bytes [..., bytes of a row]."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (kind, data) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -27,8 +27,8 @@ from inflight.kv.layout import KVTables
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.quantization.choice import (
     GpuFormat,
+    check_setting,
     gpu_format,
-    linear_format,
     num_quantized_on_gpu,
 )
 from inflight.models.registry import read_spec
@@ -193,7 +193,7 @@ def build(
     if not config.random_weights:
         manifest.check(checkpoint, progress)
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
-    linear_format(checkpoint, config.quantization)  # refuses what cannot be combined
+    check_setting(checkpoint, config.quantization)
     if config.device == "echo":
         progress("weights", 1.0)
         return EchoRunner(config, spec), spec

@@ -548,6 +548,8 @@ def _in_order(stored: M, order: Tensor | None) -> M:
     if order is None:
         return stored
     if isinstance(stored, GroupedMatrix):
+        if stored.codes.is_meta:
+            return stored
         return stored.rows(_in_order(torch.arange(stored.shape[0]), order))
     if isinstance(stored, QuantizedMatrix):
         return QuantizedMatrix(_in_order(stored.values, order), _in_order(stored.scales, order))

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.cli.inspection.memory_plan import MemoryPlan, size
-from inflight.cli.inspection.summary import Attention, Experts, NamedToken, Summary
+from inflight.cli.inspection.summary import Attention, Experts, LinearLayers, NamedToken, Summary
 from inflight.models.quantization.choice import UNQUANTISED
 
 _UNITS = ((1_000_000_000, "billion"), (1_000_000, "million"))
@@ -60,7 +60,7 @@ def _rows(one: Summary) -> list[tuple[str, str]]:
         ("stop tokens", ", ".join(map(_token, one.stop_tokens)) or "none"),
         ("CPU", _obstacle(one.obstacles["cpu"])),
         ("GPU", _obstacle(one.obstacles["gpu"], "on Hopper" if one.experts else "")),
-        *_memory_rows(one.memory),
+        *_memory_rows(one.memory, one.linear_layers),
     ]
 
 
@@ -72,8 +72,10 @@ def _experts(one: Experts) -> str:
     )
 
 
-def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    parts = f"weights {size(plan.weight_bytes)} ({plan.dtype}), KV cache {size(plan.kv_bytes)}"
+def _memory_rows(plan: MemoryPlan, linear: LinearLayers) -> list[tuple[str, str]]:
+    is_kept = linear.weight_only and not plan.on_gpu
+    types = f"{linear.format}, others {plan.dtype}" if is_kept else plan.dtype
+    parts = f"weights {size(plan.weight_bytes)} ({types}), KV cache {size(plan.kv_bytes)}"
     if plan.kv_dtype != plan.dtype:
         parts += f" ({plan.kv_dtype})"
     if plan.overhead_bytes:
@@ -115,16 +117,17 @@ def _linear_layers(one: Summary) -> str:
     if not linear.bits:
         return ""
     if linear.format != UNQUANTISED:
-        name = " and ".join(one.upper() for one in linear.format.split(" and "))
-        kept = "activations in 16 bits" if linear.weight_only else "activations quantised per token"
-        how = f"{name}, {kept}"
+        name = " and ".join(kind.upper() for kind in linear.format.split(" and "))
+        wide = 32 if one.memory.dtype == "float32" else 16
+        kept = f"in {wide} bits" if linear.weight_only else "quantised per token"
+        how = f"{name}, activations {kept}"
     else:
         is_stored_quantised = one.stored_types.keys() - {"F32", "F16", "BF16"}
         how = "dequantised" if is_stored_quantised else "not quantised"
     sizes = ", ".join(
         f"{size(value)} on a {device.upper()}" for device, value in linear.weight_bytes.items()
     )
-    return f"{how}; {linear.bits} bits a value; weights of the model {sizes}"
+    return f"{how}; {linear.bits:g} bits a value; weights of the model {sizes}"
 
 
 def _attention(one: Attention) -> str:

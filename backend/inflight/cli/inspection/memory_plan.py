@@ -13,7 +13,11 @@ from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES, gpu_pool_bytes, num_kv_blocks
 from inflight.kv.layout import KVTables
-from inflight.models.quantization.choice import num_quantized
+from inflight.models.quantization.choice import (
+    kept_in_layers,
+    kept_outside_layers,
+    num_quantized,
+)
 from inflight.models.spec import ModelSpec
 from inflight.supervision.host_memory import HostMemory
 
@@ -98,8 +102,7 @@ def plan_memory(
     else:
         weight_bytes = 0
         if config.device != "echo":
-            in_8_bits = num_quantized(checkpoint, spec, config.quantization)
-            weight_bytes = host_weight_bytes(config.dtype, num_parameters, in_8_bits)
+            weight_bytes = host_weight_bytes(config, checkpoint, spec, num_parameters)
         num_blocks = num_kv_blocks(config, block_bytes)
         machine_bytes = _available_bytes()
     return MemoryPlan(
@@ -121,10 +124,32 @@ def plan_memory(
     )
 
 
-def host_weight_bytes(dtype: str, num_parameters: int, num_in_8_bits: int) -> int:
-    """Of a model on a CPU, where values of 8 bits are kept in float32."""
-    item_bytes = _ITEM_BYTES[dtype]
-    return item_bytes * num_parameters + (_ITEM_BYTES["float32"] - item_bytes) * num_in_8_bits
+def host_weight_bytes(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    num_parameters: int,
+    keeps_groups: bool = True,
+) -> int:
+    """Of a model on a CPU, where values of 8 bits with scales of rows are kept in float32.
+
+    Args:
+        config: the engine's settings, their dtype resolved for a CPU.
+        checkpoint: the model's files.
+        spec: of the model.
+        num_parameters: of the model.
+        keeps_groups: see `choice.linear_format`.
+
+    Raises:
+        ConfigError: see `choice.num_quantized`.
+    """
+    item_bytes, quantization = _ITEM_BYTES[config.dtype], config.quantization
+    in_8_bits = num_quantized(checkpoint, spec, quantization)
+    num_bytes = item_bytes * num_parameters + (_ITEM_BYTES["float32"] - item_bytes) * in_8_bits
+    for kept_in in (kept_in_layers, kept_outside_layers):
+        kept = kept_in(checkpoint, spec, quantization, keeps_groups=keeps_groups)
+        num_bytes += kept.num_bytes - item_bytes * kept.num_values
+    return num_bytes
 
 
 def shortage(plans: list[MemoryPlan]) -> str:

@@ -18,13 +18,14 @@ from inflight.config import EngineConfig, KVDtype
 from inflight.execution import factory
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.loader import weight_shapes
-from inflight.models.quantization.choice import UNQUANTISED, linear_format, num_quantized
+from inflight.models.quantization.choice import UNQUANTISED, kept_in_layers, linear_format
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import LatentSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from inflight.models.stored.weights import open_weights
 from inflight.text.tokenizer import Tokenizer
 
+_BITS = {"float32": 32, "bfloat16": 16}
 _KV_DTYPES: tuple[KVDtype, ...] = ("float32", "bfloat16", "fp8", "int8")
 
 
@@ -60,17 +61,18 @@ class LinearLayers(msgspec.Struct, frozen=True, kw_only=True):
     """How a model's linear layers run, the output layer excepted.
 
     Attributes:
-        format: fp8, int8 or both; none for the dtype of activations.
-        weight_only: whether activations keep 16 bits where weights have 8; otherwise both are of
-            the same type.
-        bits: of a value of their weights.
-        weight_bytes: of all weights of the model, by device. A GPU has 1 byte for a value of 8
-            bits, a CPU 4.
+        format: fp8, int8 or both, or the types of a GGUF file that are kept; none for the dtype of
+            activations.
+        weight_only: whether activations keep 16 or 32 bits where weights have fewer; otherwise
+            both are of the same type.
+        bits: of a value of their weights; with its share of scales where these are of groups.
+        weight_bytes: of all weights of the model, by device. For a value of 8 bits with scales of
+            rows, a GPU has 1 byte, a CPU 4.
     """
 
     format: str
     weight_only: bool
-    bits: int
+    bits: float
     weight_bytes: dict[str, int]
 
 
@@ -271,17 +273,21 @@ def _linear_layers(
     found, weight_only = linear_format(checkpoint, config.quantization), False
     if config.device == "echo":  # computes nothing, and the folder may have no weights
         return LinearLayers(format=found, weight_only=False, bits=0, weight_bytes={})
-    in_8_bits = num_quantized(checkpoint, spec, config.quantization)
-    on_cpu = "float32" if memory.on_gpu else memory.dtype
+    bits: float = 8 if found != UNQUANTISED else _BITS[memory.dtype]
+    kept = kept_in_layers(checkpoint, spec, config.quantization)
     if memory.on_gpu:
         on_gpu = factory.gpu_linear_format(config, checkpoint)
         found, weight_only = on_gpu.name, on_gpu.weight_only
+        bits = 8 if found != UNQUANTISED else _BITS[memory.dtype]
+    elif kept.num_values:
+        weight_only, bits = True, round(kept.bits, 2)
+    on_cpu = msgspec.structs.replace(config, dtype="float32" if memory.on_gpu else memory.dtype)
     return LinearLayers(
         format=found,
         weight_only=weight_only,
-        bits=8 if found != UNQUANTISED else {"float32": 32, "bfloat16": 16}[memory.dtype],
+        bits=bits,
         weight_bytes={
-            "cpu": host_weight_bytes(on_cpu, num_parameters, in_8_bits),
+            "cpu": host_weight_bytes(on_cpu, checkpoint, spec, num_parameters),
             "gpu": factory.gpu_weight_bytes(config, checkpoint, spec),
         },
     )

@@ -13,6 +13,7 @@ from inflight.config import Quantization
 from inflight.errors import ConfigError
 from inflight.models.quantization.recognition import FP8, INT8, StoredFormat, format_of
 from inflight.models.spec import ModelSpec
+from inflight.models.stored.gguf_sizes import KeptValues, kept_embeddings, kept_layers
 
 UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}
@@ -59,29 +60,89 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
     return GpuFormat(stored.dtypes, stored.weight_only or not is_hopper)
 
 
-def linear_format(checkpoint: Checkpoint, quantization: Quantization) -> str:
-    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, both, or
-    UNQUANTISED for 16 or 32 bits.
-
-    Args:
-        checkpoint: the model's files.
-        quantization: the setting.
+def check_setting(checkpoint: Checkpoint, quantization: Quantization) -> None:
+    """Refuse what cannot be combined.
 
     Raises:
         ConfigError: the checkpoint is quantised to other values of 8 bits than those of the
             setting.
     """
-    stored = _stored_format(checkpoint)
     if quantization in _NAMES.values():
-        _check_same(checkpoint, stored, quantization)
+        _check_same(checkpoint, _stored_format(checkpoint), quantization)
+
+
+def linear_format(
+    checkpoint: Checkpoint, quantization: Quantization, *, keeps_groups: bool = True
+) -> str:
+    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, both, the types
+    of a GGUF file, or UNQUANTISED for 16 or 32 bits.
+
+    Args:
+        checkpoint: the model's files.
+        quantization: the setting.
+        keeps_groups: whether codes with scales of groups are multiplied as they are; if not, they
+            are dequantised.
+
+    Raises:
+        ConfigError: see `check_setting`; or the files are corrupt.
+    """
+    check_setting(checkpoint, quantization)
+    if quantization in _NAMES.values():
         return quantization
+    if _keeps_file_bits(checkpoint, quantization, keeps_groups):
+        return " and ".join(kept_layers(checkpoint.path).types) or UNQUANTISED
+    stored = _stored_format(checkpoint)
     if quantization == "none" or stored is None or not stored.is_executable:
         return UNQUANTISED
     return " and ".join(_NAMES[dtype] for dtype in sorted(stored.dtypes))
 
 
+def kept_in_layers(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    quantization: Quantization,
+    *,
+    keeps_groups: bool = True,
+) -> KeptValues:
+    """What linear layers keep in codes with scales of groups on a CPU, the output layer excepted.
+
+    Args:
+        checkpoint: the model's files.
+        spec: of the model.
+        quantization: the setting.
+        keeps_groups: see `linear_format`.
+
+    Raises:
+        ConfigError: the files are corrupt.
+    """
+    if not _keeps_file_bits(checkpoint, quantization, keeps_groups):
+        return KeptValues()
+    return kept_layers(checkpoint.path, spec.num_layers)
+
+
+def kept_outside_layers(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    quantization: Quantization,
+    *,
+    keeps_groups: bool = True,
+) -> KeptValues:
+    """`kept_in_layers` of the embedding and the output layer, which count once if tied."""
+    if not _keeps_file_bits(checkpoint, quantization, keeps_groups):
+        return KeptValues()
+    return kept_embeddings(checkpoint.path, tied=spec.tie_word_embeddings)
+
+
+def _keeps_file_bits(
+    checkpoint: Checkpoint, quantization: Quantization, keeps_groups: bool
+) -> bool:
+    """Whether the matrices of a GGUF file keep their 4 to 8 bits."""
+    is_file = checkpoint.format == "gguf" and not checkpoint.random_weights
+    return is_file and quantization == "auto" and keeps_groups
+
+
 def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantization) -> int:
-    """How many values of a model's weights have 8 bits on a CPU.
+    """How many values of a model's weights have 8 bits and scales of rows on a CPU.
 
     Parts of fused layers that differ in format are counted although they are dequantised.
 
@@ -93,7 +154,7 @@ def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantiz
     Raises:
         ConfigError: see `linear_format`; or the files are corrupt.
     """
-    name = linear_format(checkpoint, quantization)
+    name = linear_format(checkpoint, quantization, keeps_groups=False)
     if name == UNQUANTISED:
         return 0
     if name == quantization:

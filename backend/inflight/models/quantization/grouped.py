@@ -56,9 +56,13 @@ class GroupedMatrix:
 
     def dequantized(self) -> Tensor:
         """[n, k] float32, columns in the order of the checkpoint's."""
-        values = self.codes.to(torch.float32)
-        if self.levels is not None:
-            values = self.levels[self.codes.to(torch.int64)]
+        if self.codes.is_meta:  # see `matrix.quantize`
+            return torch.empty(self.shape, device="meta")
+        if self.levels is None:
+            values = self.codes.to(torch.float32)
+        else:  # an index of 64 bits takes twice as long
+            index = self.codes.reshape(-1).to(torch.int32)
+            values = self.levels.index_select(0, index).view(self.shape)
         grouped = values.view(len(values), -1, self.group)
         if self.zero:
             grouped.sub_(self.zero)

@@ -15,7 +15,10 @@ from torch import Tensor
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.errors import ConfigError
 from inflight.models.family import WHOLE_TENSORS, Family
+from inflight.models.quantization.grouped import concatenated
 from inflight.models.quantization.matrix import Matrix
+from inflight.models.stored.gguf_blocks import grouped, shaped
+from inflight.models.stored.gguf_kinds import KINDS, BlockKind
 from inflight.models.stored.stack import is_stack
 
 Shape = tuple[int, ...]
@@ -87,7 +90,24 @@ class GgufWeights:
         return torch.from_numpy(joined.reshape(self.shapes[name]))
 
     def read_matrix(self, name: str) -> Matrix:
-        return self.read(name)
+        """In codes of 4 to 8 bits, exactly; as `read` where the file has 16 or 32 bits, parts in
+        types of several kinds, or scales that are not finite."""
+        if self._kind(name) is None:
+            return self.read(name)
+        parts = [part for part in map(grouped, self._stored[name]) if part is not None]
+        return concatenated(parts) if len(parts) == len(self._stored[name]) else self.read(name)
+
+    def shaped_matrix(self, name: str) -> Matrix:
+        """`read_matrix` on the meta device, as if all scales were finite."""
+        kind = self._kind(name)
+        if kind is None:
+            return torch.empty(self.shapes[name], device="meta")
+        return shaped(self.shapes[name], kind)
+
+    def _kind(self, name: str) -> BlockKind | None:
+        """Of all parts of a matrix; None if it is dequantised."""
+        kinds = {KINDS.get(part.type.name) for part in self._stored[name]}
+        return kinds.pop() if len(kinds) == 1 and len(self.shapes[name]) == 2 else None
 
     def _dequantize(self, name: str, stored: GgufTensor) -> npt.NDArray[np.float32]:
         _, block_bytes = gguf.GGML_QUANT_SIZES[stored.type]

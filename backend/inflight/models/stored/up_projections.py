@@ -41,7 +41,12 @@ class JoinedUpProjections:
         return torch.cat([keys.mT, values], 1).flatten(0, 1)
 
     def read_matrix(self, name: str) -> Matrix:
-        return self._stored.read_matrix(name)
+        return self._stored.read_matrix(name) if name in self._stored.shapes else self.read(name)
+
+    def shaped_matrix(self, name: str) -> Matrix:
+        if name in self._stored.shapes:
+            return self._stored.shaped_matrix(name)
+        return torch.empty(self.shapes[name], device="meta")
 
 
 def _fit(keys: Shape, values: Shape) -> bool:

@@ -41,6 +41,13 @@ class Weights(Protocol):
         """As `read`, but a weight that the linear layers can use as it is stays quantised."""
 
 
+class ShapedWeights(Protocol):
+    """Tensors whose formats are known without reading them."""
+
+    def shaped_matrix(self, name: str) -> Matrix:
+        """`Weights.read_matrix` on the meta device."""
+
+
 def open_weights(
     checkpoint: Checkpoint,
     spec: ModelSpec,
@@ -60,13 +67,12 @@ def open_weights(
         ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
     """
     if torch.device(device).type == "meta":
-        return EmptyWeights(expected, _quantized_weights(checkpoint, family_of(spec)))
+        return EmptyWeights(expected, _shaped_weights(checkpoint, family_of(spec)))
     if checkpoint.random_weights:
         return RandomWeights(expected, device)
     weights: Weights
     if checkpoint.format == "gguf":
-        file = GgufWeights(checkpoint.path, family_of(spec))
-        weights = JoinedUpProjections(file) if "kv_b" in family_of(spec).tensors else file
+        weights = _file_weights(checkpoint.path, family_of(spec))
     else:
         weights = _folder_weights(checkpoint.path, family_of(spec))
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
@@ -77,14 +83,21 @@ def open_weights(
     return weights
 
 
-def _quantized_weights(checkpoint: Checkpoint, family: Family) -> QuantizedWeights | None:
-    """Those of a folder with quantised weights."""
-    if checkpoint.random_weights or checkpoint.format == "gguf":
+def _shaped_weights(checkpoint: Checkpoint, family: Family) -> ShapedWeights | None:
+    """Those of a file, or of a folder with quantised weights."""
+    if checkpoint.random_weights:
         return None
+    if checkpoint.format == "gguf":
+        return _file_weights(checkpoint.path, family)
     if format_of(checkpoint.path) is None:
         return None
     found = _folder_weights(checkpoint.path, family)
     return found if isinstance(found, QuantizedWeights) else None
+
+
+def _file_weights(path: Path, family: Family) -> GgufWeights | JoinedUpProjections:
+    file = GgufWeights(path, family)
+    return JoinedUpProjections(file) if "kv_b" in family.tensors else file
 
 
 def _folder_weights(path: Path, family: Family) -> Weights:
@@ -167,20 +180,18 @@ class EmptyWeights:
 
     Args:
         shapes: by name.
-        quantized: the weights of a folder whose formats they have; None if they are not quantised.
+        stored: the weights whose formats they have; None if they are not quantised.
     """
 
-    def __init__(
-        self, shapes: Mapping[str, Shape], quantized: QuantizedWeights | None = None
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, Shape], stored: ShapedWeights | None = None) -> None:
         self.shapes = dict(shapes)
-        self._quantized = quantized
+        self._stored = stored
 
     def read(self, name: str) -> Tensor:
         return torch.empty(self.shapes[name], device="meta")
 
     def read_matrix(self, name: str) -> Matrix:
-        return self.read(name) if self._quantized is None else self._quantized.shaped_matrix(name)
+        return self.read(name) if self._stored is None else self._stored.shaped_matrix(name)
 
 
 class StoredWeights:

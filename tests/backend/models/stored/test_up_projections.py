@@ -39,6 +39,8 @@ def test_each_head_has_its_keys_above_its_values() -> None:
         assert torch.equal(own[:NOPE], stored.tensors[KEYS][head].T)
         assert torch.equal(own[NOPE:], stored.tensors[VALUES][head])
     assert joined.read(OTHER) is joined.read_matrix(OTHER) is stored.tensors[OTHER]
+    assert torch.equal(joined.read_matrix(BOTH), joined.read(BOTH))
+    assert joined.shaped_matrix(BOTH).shape == joined.shapes[BOTH]
 
 
 def test_what_is_joined_already_is_left() -> None:
