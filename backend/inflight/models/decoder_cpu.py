@@ -93,7 +93,7 @@ class Decoder:
         self._aux_layers: tuple[int, ...] = ()
         self._ropes = RotaryTables(spec, max_len, dtype)
         self._ops = cpu_ops(dtype)
-        if linear_format(checkpoint, quantization) == UNQUANTISED:
+        if linear_format(checkpoint, quantization, keeps_groups=has_kernels()) == UNQUANTISED:
             quantization = "none"
         self.weights: ModelWeights[CpuWeight, CpuExperts, CpuEmbedding] = load_weights(
             checkpoint, spec, CpuPlacement(dtype, quantization, has_kernels()), progress

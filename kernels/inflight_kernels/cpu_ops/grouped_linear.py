@@ -125,9 +125,7 @@ class PackedMatrix:
         """Rows [m] int64, each in 0..n-1, dequantised: [m, k] float32."""
         index = index.contiguous()
         out = torch.empty(index.shape[0], self.shape[1])
-        self._library.grouped_rows(
-            self._pointer, index.data_ptr(), index.shape[0], out.data_ptr()
-        )
+        self._library.grouped_rows(self._pointer, index.data_ptr(), index.shape[0], out.data_ptr())
         return out
 
 

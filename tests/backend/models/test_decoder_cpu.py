@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models import decoder_cpu
+from inflight.models.cpu_support import cpu_ops
 from inflight.models.decoder_cpu import Decoder
 from inflight.models.registry import read_spec
 from paged_decoder import Paged, blocks_for, load
@@ -144,13 +146,15 @@ SAMPLED = [[12, 16], [16], [0, 3, 12, 14], [], list(range(17))]
 def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows that each MLP was given, from here on."""
     found: list[int] = []
-    silu_mul = decoder_cpu.ops.silu_mul
+    ops = cpu_ops(torch.float32)
 
     def counted(x: torch.Tensor) -> torch.Tensor:
         found.append(len(x))
-        return silu_mul(x)
+        return ops.silu_mul(x)
 
-    monkeypatch.setattr(decoder_cpu.ops, "silu_mul", counted)
+    monkeypatch.setattr(
+        decoder_cpu, "cpu_ops", lambda dtype: dataclasses.replace(ops, silu_mul=counted)
+    )
     return found
 
 

@@ -81,7 +81,7 @@ def test_numbers_are_those_of_the_published_form(
     followers = torch.randint(0, 160, (17,), generator=generator).tolist()
     states, logits = run(model, features, followers, cuts)
 
-    book = Head(head, settings, target.weights.embedding)
+    book = Head(head, settings, target.weights.embedding.table)
     expected = book(book.fuse(features), torch.tensor(followers))
     torch.testing.assert_close(states.double(), expected, rtol=1e-4, atol=1e-4)
     targets = torch.arange(DRAFT_VOCAB_SIZE) + head["d2t"]
@@ -105,7 +105,7 @@ def test_a_heads_own_embedding_is_used(tmp_path: Path, target: Target) -> None:
     own = torch.randn(160, 64)
     head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE) | {"embed_tokens.weight": own}
     model = load(tiny.write_eagle3(tmp_path, head), target)
-    assert torch.equal(model._weights.embedding, own)
+    assert torch.equal(model._weights.embedding.table, own)
 
 
 def test_features_are_the_inputs_of_layers(target: Target, target_checkpoint: Checkpoint) -> None:

@@ -19,7 +19,13 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.models import registry
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.loader import CpuPlacement, linear_names, load_weights
-from inflight.models.quantization.matrix import DTYPES, Matrix, QuantizedMatrix, quantize
+from inflight.models.quantization.matrix import (
+    DTYPES,
+    Matrix,
+    QuantizedMatrix,
+    dequantized,
+    quantize,
+)
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import family_of, read_spec
@@ -51,7 +57,7 @@ def test_norms_are_float32_and_other_weights_are_not(tmp_path: Path) -> None:
     norms = (weights.norm, layer.attention_norm, layer.mlp_norm)
     assert {norm.weight.dtype for norm in norms} == {torch.float32}
     product = layer.qkv(torch.zeros(1, 64, dtype=torch.bfloat16))
-    assert weights.embedding.dtype == product.dtype == torch.bfloat16
+    assert weights.embedding.table.dtype == product.dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("zero_centered")
@@ -102,9 +108,9 @@ class RecordingPlacement(CpuPlacement):
         self.layers.append((weights, layer))
         return layer
 
-    def tied(self, table: Tensor) -> CpuLinear:
-        self.heads.append(table)
-        return super().tied(table)
+    def head(self, stored: Matrix) -> CpuWeight:
+        self.heads.append(dequantized(stored))
+        return super().head(stored)
 
 
 def placed(folder: Path) -> RecordingPlacement:

@@ -12,18 +12,21 @@ class CpuTable:
 
     Args:
         table: [vocab_size, hidden_size].
+
+    Attributes:
+        table: as given.
     """
 
     def __init__(self, table: Tensor) -> None:
-        self._table = table
+        self.table = table
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Rows [T, hidden_size] for token_ids [T]."""
-        return ops.embedding(token_ids, self._table)
+        return ops.embedding(token_ids, self.table)
 
     def as_linear(self) -> CpuLinear:
         """The output layer with the same weight."""
-        return CpuLinear(self._table, None)
+        return CpuLinear(self.table, None)
 
 
 class CpuLinear:

@@ -1,0 +1,170 @@
+"""Ops in C compute what their definitions in torch do."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from inflight_kernels.cpu_ops import transformer as kernels
+from inflight_kernels.torch_ops import transformer as definitions
+from inflight_kernels.torch_ops.transformer import AttentionPlan
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 100, 576, 2048])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_rms_norm(width: int, has_residual: bool) -> None:
+    x, weight = torch.randn(5, width) * 3, torch.rand(width) + 0.5
+    residual = torch.randn(5, width) if has_residual else None
+    for found, expected in zip(
+        kernels.rms_norm(x, weight, 1e-5, residual),
+        definitions.rms_norm(x, weight, 1e-5, residual),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_rms_norm_of_heads_inside_of_rows() -> None:
+    rows = torch.randn(3, 8, 32)
+    weight = torch.rand(32)
+    found, _ = kernels.rms_norm(rows[:, 2:5], weight, 1e-6)
+    expected, _ = definitions.rms_norm(rows[:, 2:5], weight, 1e-6)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [2, 20, 64, 128])
+def test_rotary_of_the_first_heads_of_rows(dim: int) -> None:
+    rows = torch.randn(7, 6 * dim)
+    angles = torch.randn(7, dim // 2)
+    cos, sin = torch.cat([angles.cos()] * 2, 1), torch.cat([-angles.sin(), angles.sin()], 1)
+    expected = definitions.rotary(rows.view(7, 6, dim)[:, :4], cos, sin)
+    rest = rows[:, 4 * dim :].clone()
+    found = kernels.rotary(rows.view(7, 6, dim)[:, :4], cos, sin)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(rows[:, 4 * dim :], rest), "heads of values are not rotated"
+
+
+@pytest.mark.parametrize("width", [1, 8, 13, 1536])
+def test_silu_mul(width: int) -> None:
+    x = torch.randn(4, 2 * width) * 5
+    torch.testing.assert_close(kernels.silu_mul(x), definitions.silu_mul(x), atol=1e-6, rtol=3e-6)
+
+
+def test_silu_mul_at_the_ends_of_the_range() -> None:
+    gate = torch.tensor([-math.inf, -1e30, -200.0, -88.0, -87.2, 0.0, 88.8, 1e30, math.nan])
+    x = torch.cat([gate, torch.ones(len(gate))])[None]
+    found = kernels.silu_mul(x)[0]
+    assert found[-1].isnan()
+    # The definition's -inf * 0 is NaN; so is this one's -inf / inf.
+    assert found[0].isnan()
+    torch.testing.assert_close(
+        found[1:-1], torch.nn.functional.silu(gate[1:-1]), atol=1e-36, rtol=3e-6
+    )
+
+
+def test_exponentials_are_within_two_units_in_the_last_place() -> None:
+    """Read off silu: x / (1 + e^-x) with x = -t is -t / (1 + e^t)."""
+    t = torch.linspace(-80, 80, 100_001)
+    found = kernels.silu_mul(torch.stack([-t, torch.ones_like(t)], 1).T.reshape(1, -1))[0]
+    expected = -t.double() / (1 + t.double().exp())
+    ulps = (found.double() - expected).abs() / (expected.abs() * 2**-23).clamp(min=2**-149)
+    assert ulps.max() < 4
+
+
+class Step:
+    """Random chunks over a shuffled cache."""
+
+    def __init__(
+        self,
+        q_lens: list[int],
+        kv_lens: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        block_size: int = 16,
+        window: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(5)
+        width = -(-max(kv_lens) // block_size)
+        total = len(kv_lens) * width + 3
+        order = torch.randperm(total, generator=generator).numpy()
+        self.tables = order[: len(kv_lens) * width].reshape(len(kv_lens), width).astype(np.int64)
+        shape = (total, block_size, kv_heads, dim)
+        # What no sequence has written is never read.
+        self.k, self.v = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        for table, length in zip(self.tables, kv_lens, strict=True):
+            for position in range(length):
+                place = int(table[position // block_size]), position % block_size
+                self.k[place] = torch.randn(kv_heads, dim, generator=generator)
+                self.v[place] = torch.randn(kv_heads, dim, generator=generator)
+        starts = np.cumsum([0, *q_lens], dtype=np.int64)
+        self.plan = AttentionPlan(
+            self.tables, starts, np.array(kv_lens, np.int64), block_size, window=window
+        )
+        rows = torch.randn(int(starts[-1]), (heads + 2) * dim, generator=generator)
+        self.q = rows.view(len(rows), heads + 2, dim)[:, :heads]
+        self.scale = dim**-0.5
+
+    def compare(self) -> None:
+        # The definition pads rows with other tokens of a block, whose values must be finite.
+        k, v = self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
+        expected = definitions.attend(self.q, k, v, self.plan, self.scale)
+        found = kernels.attend(self.q, self.k, self.v, self.plan, self.scale)
+        torch.testing.assert_close(found, expected, atol=3e-6, rtol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 1, 8), (16, 1, 256)]
+)
+def test_single_rows(heads: int, kv_heads: int, dim: int) -> None:
+    Step([1] * 5, [1, 16, 17, 100, 333], heads, kv_heads, dim).compare()
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 40])
+@pytest.mark.parametrize("block_size", [8, 16, 20])
+def test_windows(window: int, block_size: int) -> None:
+    Step([1] * 4, [1, 30, 41, 100], 4, 2, 16, block_size, window).compare()
+
+
+def test_rows_beside_chunks() -> None:
+    step = Step([1, 6, 1, 3], [50, 6, 70, 33], 4, 2, 16)
+    step.k.nan_to_num_(0.0), step.v.nan_to_num_(0.0)
+    step.compare()
+
+
+def test_many_rows_are_shared_by_threads() -> None:
+    Step([1] * 40, [200] * 40, 9, 3, 64).compare()
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
+    step = Step([1] * 3, [30, 90, 65], 4, 2, 32)
+    together = kernels.attend(step.q, step.k, step.v, step.plan, step.scale)
+    for row, length in enumerate([30, 90, 65]):
+        plan = AttentionPlan(step.tables[row : row + 1], np.array([0, 1]), np.array([length]), 16)
+        alone = kernels.attend(step.q[row : row + 1], step.k, step.v, plan, step.scale)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    step = Step([1], [40], 2, 1, 8)
+    step.q.mul_(1e4)
+    step.compare()
+
+
+def test_a_nan_of_a_sequence_stays_with_it() -> None:
+    step = Step([1, 1], [20, 20], 2, 1, 8)
+    step.v[int(step.tables[0, 0]), 3] = torch.nan
+    found = kernels.attend(step.q, step.k, step.v, step.plan, step.scale)
+    assert found[0].isnan().any() and found[1].isfinite().all()
+
+
+def test_keys_and_values_are_written_to_their_slots() -> None:
+    qkv = torch.randn(3, 6, 8)
+    k_cache, v_cache = torch.zeros(4, 4, 2, 8), torch.zeros(4, 4, 2, 8)
+    slots = torch.tensor([9, 2, 15])
+    kernels.write_kv(qkv[:, 2:4], qkv[:, 4:], k_cache, v_cache, slots)
+    assert torch.equal(k_cache.flatten(0, 1)[slots], qkv[:, 2:4])
+    assert torch.equal(v_cache.flatten(0, 1)[slots], qkv[:, 4:])
+    assert torch.count_nonzero(k_cache) == torch.count_nonzero(qkv[:, 2:4])
