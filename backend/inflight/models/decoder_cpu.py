@@ -15,7 +15,7 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.kv.cache import KVCache
-from inflight.models.cpu_support import cpu_ops, has_kernels
+from inflight.models.layers.cpu_ops import cpu_ops, has_kernels
 from inflight.models.layers.linear import CpuEmbedding, CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import inverse_frequencies

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models import decoder_cpu
-from inflight.models.cpu_support import cpu_ops
 from inflight.models.decoder_cpu import Decoder
+from inflight.models.layers.cpu_ops import cpu_ops
 from inflight.models.registry import read_spec
 from paged_decoder import Paged, blocks_for, load
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.errors import ConfigError
+from inflight.models.quantization.gguf.sizes import KeptValues, kept_embeddings, kept_layers
 from inflight.models.quantization.recognition import FP8, INT8, StoredFormat, format_of
 from inflight.models.spec import ModelSpec
-from inflight.models.stored.gguf_sizes import KeptValues, kept_embeddings, kept_layers
 
 UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from inflight.checkpoint.gguf import GgufTensor
+from inflight.models.quantization.gguf.kinds import KINDS, BlockKind
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.stored import gguf_codebooks, gguf_plain_blocks, gguf_superblocks
-from inflight.models.stored.gguf_kinds import KINDS, BlockKind
 
 # Values that are unpacked at a time: temporaries then stay in the CPU cache.
 _VALUES_AT_ONCE = 1 << 17

@@ -15,10 +15,10 @@ from torch import Tensor
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.errors import ConfigError
 from inflight.models.family import WHOLE_TENSORS, Family
+from inflight.models.quantization.gguf.kinds import KINDS, BlockKind
 from inflight.models.quantization.grouped import concatenated
 from inflight.models.quantization.matrix import Matrix
 from inflight.models.stored.gguf_blocks import grouped, shaped
-from inflight.models.stored.gguf_kinds import KINDS, BlockKind
 from inflight.models.stored.stack import is_stack
 
 Shape = tuple[int, ...]

@@ -26,10 +26,10 @@ from inflight.models.quantization.choice import (
     num_quantized,
     num_quantized_on_gpu,
 )
+from inflight.models.quantization.gguf.sizes import KeptValues
 from inflight.models.quantization.recognition import INT8
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
-from inflight.models.stored.gguf_sizes import KeptValues
 
 
 def written(folder: Path, kind: str) -> Checkpoint:

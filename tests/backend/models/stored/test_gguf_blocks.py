@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import tiny_gguf
 from inflight.checkpoint.gguf import GgufTensor
+from inflight.models.quantization.gguf.kinds import KINDS
 from inflight.models.stored.gguf_blocks import grouped, shaped
-from inflight.models.stored.gguf_kinds import KINDS
 
 WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
 """Types that the package can write."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from inflight.models.quantization.gguf.kinds import KINDS
 from inflight.models.quantization.grouped_memory import grouped_bits
-from inflight.models.stored.gguf_kinds import KINDS
 
-PAGE = Path(__file__).parents[4] / "docs/reference/checkpoints.md"
+PAGE = Path(__file__).parents[5] / "docs/reference/checkpoints.md"
 
 
 def test_the_page_has_every_type() -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
+from inflight.models.quantization.gguf.kinds import KINDS
 from inflight.models.quantization.grouped_memory import grouped_bits
-from inflight.models.stored.gguf_kinds import KINDS
 
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.weight")
 # Matrices that are read as float32 whatever their type: routers, and what makes keys and values of
