@@ -40,7 +40,7 @@ def _library() -> ctypes.CDLL:
     found, pointer, number = library(), ctypes.c_void_p, ctypes.c_int64
     found.grouped_linear.argtypes = [pointer, pointer, number, pointer, pointer, number, number]
     found.grouped_rows.argtypes = [pointer, pointer, number, pointer]
-    found.grouped_linear.restype = found.grouped_rows.restype = None
+    found.grouped_linear.restype, found.grouped_rows.restype = ctypes.c_int, None
     return found
 
 
@@ -111,7 +111,7 @@ class PackedMatrix:
         n, k = self.shape
         num_rows = x.shape[0]  # len() of a tensor takes a microsecond
         threads = torch.get_num_threads() if num_rows * n * k > _PARALLEL_WORK else 1
-        self._library.grouped_linear(
+        done = self._library.grouped_linear(
             self._pointer,
             x.data_ptr(),
             num_rows,
@@ -120,6 +120,8 @@ class PackedMatrix:
             out.stride(0),
             threads,
         )
+        if not done:
+            raise MemoryError(f"no memory for a product of {num_rows} rows")
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows [m] int64, each in 0..n-1, dequantised: [m, k] float32."""

@@ -56,14 +56,15 @@ class CpuGroupedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] -> [T, n]."""
-        wide = x.to(torch.float32).contiguous()
+        wide = x if x.dtype is torch.float32 else x.to(torch.float32)
+        wide = wide.contiguous()
         out = torch.empty(x.shape[0], self._width)
         first = 0
         for part, bias, size in zip(self._parts, self._biases, self._sizes, strict=True):
             rows = wide if part.columns is None else wide.index_select(1, part.columns)
             part.packed.product(rows, bias, out[:, first : first + size])
             first += size
-        return out.to(x.dtype)
+        return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
 class CpuGroupedTable:

@@ -23,7 +23,7 @@ void rms_norm(const float *x, const float *residual, const float *weight, float 
         for (; i + 2 * LANES <= width; i += 2 * LANES)
             for (int part = 0; part < 2; part++) {
                 floats values = load(sums + i + part * LANES);
-                squares[part] += values * values;
+                squares[part] = fused(values, values, squares[part]);
             }
         float square = sum_of(squares[0] + squares[1]);
         for (; i < width; i++) square += sums[i] * sums[i];
@@ -113,7 +113,7 @@ static void attend_group(const void *context, int64_t index) {
             for (int64_t key = 0; key < count; key++) {
                 floats products = splat(0.0f);
                 for (int64_t i = 0; i < dim; i += LANES)
-                    products += load(query + i) * load(keys + key * step + i);
+                    products = fused(load(query + i), load(keys + key * step + i), products);
                 scores[key] = sum_of(products) * a->scale;
             }
             float highest = most[head];
@@ -127,7 +127,7 @@ static void attend_group(const void *context, int64_t index) {
             for (int64_t i = 0; i < dim; i += LANES) {
                 floats total = load(sum + i) * kept;
                 for (int64_t key = 0; key < count; key++)
-                    total += load(values + key * step + i) * weights[key];
+                    total = fused(load(values + key * step + i), splat(weights[key]), total);
                 store(sum + i, total);
             }
         }

@@ -5,6 +5,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 8 };
@@ -14,7 +18,9 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-INLINE floats splat(float value) { return (floats){0} + value; }
+INLINE floats splat(float value) {
+    return (floats){value, value, value, value, value, value, value, value};
+}
 
 INLINE floats load(const float *from) {
     floats found;
@@ -23,6 +29,19 @@ INLINE floats load(const float *from) {
 }
 
 INLINE void store(float *to, floats values) { memcpy(to, &values, sizeof values); }
+
+// a * b + c, rounded once where the CPU can. Everywhere spelled out: left to the compiler, which of two
+// products is fused with a sum would depend on the code around it, and so would a row's result.
+INLINE floats fused(floats a, floats b, floats c) {
+#if defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+    for (int lane = 0; lane < LANES; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
 
 INLINE float sum_of(floats values) {
     typedef float quad __attribute__((vector_size(16)));
@@ -44,18 +63,18 @@ INLINE floats exponential(floats x) {
     ints is_zero = x < -87.33f;
     ints is_large = x > 88.72f;
     floats inside = (floats)((ints)x & ~is_zero & ~is_large);
-    floats shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+    floats shifted = fused(inside, splat(1.44269504f), splat(12582912.0f));  // rounds: 1.5 * 2^23
     ints power = (ints)shifted - 0x4b400000;
     floats whole = shifted - 12582912.0f;
-    floats rest = inside - whole * 0.693359375f;
-    rest = rest + whole * 2.12194440e-4f;
+    floats rest = fused(whole, splat(-0.693359375f), inside);  // ln 2 in two parts
+    rest = fused(whole, splat(2.12194440e-4f), rest);
     floats series = splat(1.9875691500e-4f);
-    series = series * rest + 1.3981999507e-3f;
-    series = series * rest + 8.3334519073e-3f;
-    series = series * rest + 4.1665795894e-2f;
-    series = series * rest + 1.6666665459e-1f;
-    series = series * rest + 5.0000001201e-1f;
-    floats value = series * (rest * rest) + rest + 1.0f;
+    series = fused(series, rest, splat(1.3981999507e-3f));
+    series = fused(series, rest, splat(8.3334519073e-3f));
+    series = fused(series, rest, splat(4.1665795894e-2f));
+    series = fused(series, rest, splat(1.6666665459e-1f));
+    series = fused(series, rest, splat(5.0000001201e-1f));
+    floats value = fused(series, rest * rest, rest) + 1.0f;
     // Twice, so that neither factor leaves the range of exponents.
     ints half = power >> 1;
     value = value * (floats)((half + 127) << 23) * (floats)((power - half + 127) << 23);
