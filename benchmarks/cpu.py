@@ -42,9 +42,12 @@ def prompts(count: int, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 class Ours:
-    def __init__(self, checkpoint: Checkpoint, num_threads: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, num_threads: int, **settings: Any) -> None:
         config = EngineConfig(
-            model=str(checkpoint.path), num_threads=num_threads, enable_prefix_caching=False
+            model=str(checkpoint.path),
+            num_threads=num_threads,
+            enable_prefix_caching=False,
+            **settings,
         )
         runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
         self.vocab_size = runner.vocab_size
@@ -97,7 +100,9 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     checkpoint = locate(options.model)
-    ours, theirs = Ours(checkpoint, options.threads), Transformers(checkpoint)
+    # As transformers, which has no products of 4 bits for GGUF files.
+    ours = Ours(checkpoint, options.threads, quantization="none")
+    theirs = Transformers(checkpoint)
     rates: dict[str, list[float]] = {"transformers": [], "single": [], "batch16": []}
     equal = total = 0
     for round_number in range(-1, options.rounds):  # round -1 warms up
