@@ -5,7 +5,7 @@
 
 llama.cpp is that of npm's node-llama-cpp, whose binary needs no build. Prompts of 64 token ids, 64
 tokens greedily with EOS ignored, one request alone and 16 at once. Of inflight the engine in this
-process, once with the weights as the file has them and once dequantised, and a server, asked through
+process, with the weights as the file has them and dequantised, and a server, asked through
 gRPC, with text in and out. Rounds alternate, so that drift in the machine's speed affects all;
 reported are medians with minimum and maximum. The memory is that of a process of its own, with a KV
 pool of few blocks, after its first step.
