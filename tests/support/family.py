@@ -254,6 +254,8 @@ class Suite:
         norm_mean: mean of the norms' weights.
         on_gpu: whether there are kernels for all variants.
         rounding_tolerance: of logprobs, if a value of 8 bits is rounded the other way.
+        quantizations: of both types of 8 bits, those that `make test` runs. Families share what
+            computes with them, so that one is enough for most.
     """
 
     config: type[transformers.PretrainedConfig]
@@ -262,6 +264,7 @@ class Suite:
     norm_mean = 1.0
     on_gpu = True
     rounding_tolerance = 0.05
+    quantizations: ClassVar[tuple[str, ...]] = ("fp8",)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "changes" in metafunc.fixturenames:
@@ -269,6 +272,12 @@ class Suite:
         if "changes_of_first" in metafunc.fixturenames:
             name, changes = next(iter(self.variants.items()))
             metafunc.parametrize("changes_of_first", [changes], ids=[name])
+        if "quantization" in metafunc.fixturenames:
+            kinds = [
+                kind if kind in self.quantizations else pytest.param(kind, marks=pytest.mark.long)
+                for kind in ("fp8", "int8")
+            ]
+            metafunc.parametrize("quantization", kinds)
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Keys of a GGUF file beyond Llama's, as llama.cpp's converter writes them."""
@@ -394,13 +403,12 @@ class Suite:
         engine = family_engine.make_engine(found.checkpoint, speculation, tokenizer)
         family_engine.check_constrained_text(engine, tokenizer)
 
-    @pytest.mark.parametrize("kind", ["fp8", "int8"])
     def test_drafts_and_constraints_work_with_layers_and_keys_of_8_bits(
         self,
         tmp_path: Path,
         tmp_path_factory: pytest.TempPathFactory,
         changes_of_first: dict[str, Any],
-        kind: str,
+        quantization: str,
     ) -> None:
         changes = changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE}
         found = self.written(changes, tmp_path_factory)
@@ -408,7 +416,11 @@ class Suite:
         tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
         plain, drafting = (
             family_engine.make_engine(
-                found.checkpoint, speculation, tokenizer, quantization=kind, kv_cache_dtype=kind
+                found.checkpoint,
+                speculation,
+                tokenizer,
+                quantization=quantization,
+                kv_cache_dtype=quantization,
             )
             for speculation in (
                 None,

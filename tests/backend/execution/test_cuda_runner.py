@@ -41,6 +41,7 @@ from inflight.sampling.params import SamplingParams
 from inflight_kernels import ops
 from inflight_kernels.runtime.recording import Launched
 from inflight_kernels.runtime.recording import launched as recorded
+from thinned import thinned
 
 Ahead = list[tuple[str, str]]
 
@@ -157,7 +158,9 @@ def test_every_step_finds_its_workspace(
         runner.forget(sequence)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 24)) for seed in range(60)]
+)
 def test_whatever_a_config_allows_starts_and_runs(
     seed: int, tmp_path: Path, record: Record
 ) -> None:
@@ -271,9 +274,15 @@ def launch_steps(runner: Any, tables: list[list[int]]) -> None:
             sequence.generation += 1  # it has gone
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
-@pytest.mark.parametrize("model", ["deepseek-v2-lite", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    ("model", "quantization", "batch_invariant"),
+    thinned(
+        ["qwen3-30b-a3b", "deepseek-v2-lite"],
+        ["none", "fp8"],
+        [pytest.param(True, id="batch-invariant"), pytest.param(False, id="fast")],
+        one_in=2,
+    ),
+)
 def test_mixtures_start_and_run_on_an_h200(
     record: Record, model: str, quantization: Any, batch_invariant: bool
 ) -> None:
@@ -290,8 +299,14 @@ def test_mixtures_start_and_run_on_an_h200(
     assert ("summing_skinny_gemm" in names) == (not batch_invariant and quantization == "fp8")
 
 
-@pytest.mark.parametrize(("kv_dtype", "cached"), [("fp8", "Fp8"), ("int8", "Int8")])
-@pytest.mark.parametrize("model", ["gemma-3-12b", "llama-3.1-8b"])
+@pytest.mark.parametrize(
+    ("model", "kv_dtype", "cached"),
+    thinned(
+        ["gemma-3-12b", "llama-3.1-8b"],
+        [pytest.param("fp8", "Fp8", id="fp8"), pytest.param("int8", "Int8", id="int8")],
+        one_in=2,
+    ),
+)
 def test_a_kv_cache_of_8_bits_has_kernels_and_twice_the_room(
     record: Record, model: str, kv_dtype: Any, cached: str
 ) -> None:
@@ -389,15 +404,18 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "drafter", "settings"),
-    [
-        pytest.param({}, None, {}, id="llama"),
-        pytest.param({}, None, {"batch_invariant": True}, id="batch-invariant"),
-        *(pytest.param(changes, None, {}, id=name) for name, changes in OTHERS.items()),
-        *(pytest.param({}, name, {"max_num_seqs": 64}, id=name) for name in DRAFTERS),
-    ],
+    ("changes", "drafter", "settings", "hopper"),
+    thinned(
+        [
+            pytest.param({}, None, {}, id="llama"),
+            pytest.param({}, None, {"batch_invariant": True}, id="batch-invariant"),
+            *(pytest.param(changes, None, {}, id=name) for name, changes in OTHERS.items()),
+            *(pytest.param({}, name, {"max_num_seqs": 64}, id=name) for name in DRAFTERS),
+        ],
+        [pytest.param(True, id="hopper"), pytest.param(False, id="others")],
+        one_in=2,
+    ),
 )
-@pytest.mark.parametrize("hopper", [False, True])
 def test_all_launched_kernels_are_precompiled(
     changes: dict[str, Any],
     drafter: str | None,

@@ -26,6 +26,7 @@ class TestGemma3(family.Suite):
             "tie_word_embeddings": True,
         }
     }
+    quantizations = ("fp8", "int8")
     architecture = "gemma3"
     norm_mean = 0.0
 

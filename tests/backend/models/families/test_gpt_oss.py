@@ -39,6 +39,7 @@ class TestGptOss(family.Suite):
         "default": EXPERTS,
         "tied": EXPERTS | {"attention_bias": False, "tie_word_embeddings": True},
     }
+    quantizations = ("fp8", "int8")
     architecture = "gpt-oss"
 
     def metadata(self, config: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class TestQwen3Moe(family.Suite):
         "default": EXPERTS,
         "biased": EXPERTS | {"attention_bias": True, "tie_word_embeddings": True},
     }
+    quantizations = ("fp8", "int8")
     architecture = "qwen3moe"
     on_gpu = True
 
