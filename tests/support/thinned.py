@@ -16,7 +16,7 @@ def thinned(*factors: Iterable[Any], one_in: int) -> list[Any]:
     size of the smallest, any two values of different factors meet.
 
     Args:
-        factors: values with ids, in `pytest.param`, or strings, which are their own ids.
+        factors: values with ids, in `pytest.param`, or strings and numbers, which are their own.
 
     Raises:
         ValueError: some value would only be in combinations that are `long`.
@@ -38,4 +38,4 @@ def thinned(*factors: Iterable[Any], one_in: int) -> list[Any]:
 
 
 def _param(value: Any) -> Any:
-    return pytest.param(value, id=value) if isinstance(value, str) else value
+    return pytest.param(value, id=str(value)) if isinstance(value, str | int) else value

@@ -16,5 +16,5 @@ class TestLlama(family.Suite):
         "biased": {"attention_bias": True, "mlp_bias": True},
         "tied": {"tie_word_embeddings": True},
     }
-    quantizations = ("fp8", "int8")
+    stands_for_others = True
     architecture = "llama"
