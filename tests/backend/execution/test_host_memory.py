@@ -147,7 +147,7 @@ def test_the_blocks_of_a_drafter_come_back_with_them(
         assert stats.num_accepted_tokens > 0.95 * stats.num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize("layout", ["one table", "latent"])
+@pytest.mark.parametrize("layout", ["one table", pytest.param("latent", marks=pytest.mark.long)])
 def test_beams_load_their_prompt(checkpoints: Callable[[str], Checkpoint], layout: str) -> None:
     checkpoint = checkpoints(layout)
     plain = {"kv_host_memory_bytes": None, "enable_prefix_caching": False}

@@ -26,7 +26,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return family.write_folder(model, folder)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", pytest.param("fp8", marks=pytest.mark.long)])
+# Of 8 bits, `make test` has drafts and beams.
+@pytest.mark.parametrize(
+    "kv_dtype", ["auto", *(pytest.param(one, marks=pytest.mark.long) for one in ("fp8", "int8"))]
+)
 def test_texts_are_those_of_requests_that_run_alone(checkpoint: Checkpoint, kv_dtype: str) -> None:
     expected = generate(make_engine(checkpoint, kv_dtype, max_num_seqs=1), asked())
     ways: list[dict[str, Any]] = [

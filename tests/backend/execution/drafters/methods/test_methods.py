@@ -35,7 +35,7 @@ TOGETHER = pytest.param({}, id="together")
 CHUNKS = pytest.param({"max_prefill_chunk": 5, "max_num_batched_tokens": 24}, id="chunks")
 PREEMPTION = pytest.param({"num_blocks": 40}, id="preemption")
 PREFIXES = pytest.param({"enable_prefix_caching": True}, id="prefixes")
-WAYS = [PREEMPTION, PREFIXES, TOGETHER, ALONE, CHUNKS]
+WAYS = [PREEMPTION, PREFIXES, TOGETHER, CHUNKS, ALONE]
 # Where a drafter's own state may be lost or found.
 OWN_STATE_WAYS = [
     PREEMPTION,
