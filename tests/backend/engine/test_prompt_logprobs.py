@@ -191,7 +191,13 @@ def test_prompt_logprobs_match_the_model(
     assert engine.scheduler.num_free_blocks == engine.runner.num_blocks
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize(
+    ("device", "enable_prefix_caching"),
+    thinned(
+        DEVICES, [pytest.param(True, id="prefixes"), pytest.param(False, id="alone")], one_in=2
+    ),
+    indirect=["device"],
+)
 def test_preemption_during_prefill_reports_each_prompt_token_once(
     make_engine: MakeEngine, model: Any, enable_prefix_caching: bool
 ) -> None:

@@ -77,7 +77,7 @@ def expected(
                 id="drafts",
             ),
         ],
-        one_in=2,
+        one_in=4,
     ),
     indirect=["checkpoint", "device"],
 )

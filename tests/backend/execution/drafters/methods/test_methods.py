@@ -161,7 +161,13 @@ def expected_penalised(folder: Path) -> dict[int, list[int]]:
     return generate(make_engine(folder), penalised_requests())
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        *("ngram", "self", "eagle3"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("suffix", "draft_model")),
+    ],
+)
 def test_drafts_leave_no_trace_in_penalised_output(
     folder: Path, expected_penalised: dict[int, list[int]], drafter: str
 ) -> None:
