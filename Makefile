@@ -50,8 +50,8 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile search $(SIDE_BY_SIDE)
-	$(PYTEST) -m "long and not alone" $(SIDE_BY_SIDE)
-	$(PYTEST) -m "long and alone"
+	$(PYTEST) -m "long and not (gpu or alone)" $(SIDE_BY_SIDE)
+	$(PYTEST) -m "long and alone and not gpu"
 
 gemma: $(VENV)/.serve $(GEMMA)
 	@echo "serve it: $(BIN)/inflight serve $(GEMMA)"

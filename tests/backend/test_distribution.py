@@ -32,9 +32,9 @@ LOGITS = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_
 
 OPTIONS = [
     pytest.param({"temperature": 1.0}, id="as it is"),
-    pytest.param({"temperature": 0.6}, id="cold"),
+    pytest.param({"temperature": 0.6}, id="cold", marks=pytest.mark.long),
     pytest.param({"temperature": 1.6, "top_p": 0.9}, id="hot, top_p"),
-    pytest.param({"temperature": 0.9, "top_p": 0.6}, id="top_p"),
+    pytest.param({"temperature": 0.9, "top_p": 0.6}, id="top_p", marks=pytest.mark.long),
     pytest.param({"temperature": 1.2, "top_k": 5, "min_p": 0.05}, id="top_k, min_p"),
 ]
 

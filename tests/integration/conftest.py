@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +21,15 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
 
 @pytest.fixture(scope="session")
 def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
-    """Runs the small model."""
-    yield from serve(tmp_path_factory.mktemp("cpu"), "cpu")
+    """Runs the small model, and drafts from the text itself for requests that ask for it."""
+
+    def prepare(models: Path) -> None:
+        path = models / "llm" / "1" / "engine.json"
+        settings = json.loads(path.read_text())
+        settings["speculative_config"] = {"num_speculative_tokens": 4, "default": "off"}
+        path.write_text(json.dumps(settings))
+
+    yield from serve(tmp_path_factory.mktemp("cpu"), "cpu", prepare)
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,10 @@ def _slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     set_failpoint(monkeypatch, "slow", STEP_MS)
 
 
-@pytest.mark.parametrize("what", ["disk", "shared-memory", "shared-memory-of-others"])
+@pytest.mark.parametrize(
+    "what",
+    ["disk", "shared-memory", pytest.param("shared-memory-of-others", marks=pytest.mark.long)],
+)
 def test_a_full_file_system_ends_no_server(what: str) -> None:
     unshare = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*unshare, "true"], check=False).returncode:
@@ -102,7 +105,9 @@ def test_a_second_sigterm_ends_a_drain_and_leaves_nothing(tmp_path: Path) -> Non
     assert_nothing_is_left(children, regions, folder)
 
 
-@pytest.mark.parametrize("after_s", STARTS_S)
+@pytest.mark.parametrize(
+    "after_s", [STARTS_S[0], pytest.param(STARTS_S[1], marks=pytest.mark.long), STARTS_S[2]]
+)
 def test_sigterm_before_it_is_ready_leaves_nothing(tmp_path: Path, after_s: float) -> None:
     process = launch(tmp_path, "echo", prepare=without_chat)
     serving = Serving(process, "", "", tmp_path / "models", tmp_path / "shown", tmp_path / "log")

@@ -158,7 +158,7 @@ def run(
 def test_responses_conform_to_the_document(
     url: str, document: dict[str, Any], schema: schemathesis.BaseSchema, name: str
 ) -> None:
-    statuses = run(url, document, schema, LISTED[name], 60)
+    statuses = run(url, document, schema, LISTED[name], 30)
     assert (200 in statuses) == (LISTED[name].succeeds and name not in WITHOUT_KEYS)
     if LISTED[name].request is not None:
         assert 400 in statuses

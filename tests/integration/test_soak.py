@@ -212,12 +212,15 @@ def soak(serving: Serving, num_first: int, number: int) -> tuple[Load, list[dict
     ]
 
 
-def test_2400_requests_leave_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_first", "number"), [(500, 1200), pytest.param(800, 2400, marks=pytest.mark.long)]
+)
+def test_many_requests_leave_nothing_behind(
+    num_first: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_failpoint(monkeypatch, "slow", STEP_MS)
     with serve_supervised(tmp_path, "echo", "--grpc-guard") as serving:
-        soak(serving, 800, 2400)
+        soak(serving, num_first, number)
         log = serving.log.read_text(errors="replace")
     assert "Traceback" not in log and "lighthouse" not in log
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import small_checkpoint
 from kserve import ask, request, tensor, text
-from supervised import Serving, serve
+from supervised import Serving, serve, without_chat
 from waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -25,7 +26,9 @@ def answer(server: Serving) -> str:
 
 def test_blocks_outlive_an_engine_that_is_killed(tmp_path: Path) -> None:
     tiers = {"kv_host_memory_bytes": BYTES, "kv_disk_dir": "kv", "kv_disk_bytes": BYTES}
-    with serve(tmp_path, "cpu", **tiers) as server:
+    # Weights that are drawn are the same each time, and loaded at once.
+    model = {"model": str(small_checkpoint.write(tmp_path / "small")), "random_weights": True}
+    with serve(tmp_path, "cpu", prepare=without_chat, **model, **tiers) as server:
         expected, canary = answer(server), server.canary()
         num_full = 20  # and more
         # Nothing else runs: an idle engine sees to its tiers.

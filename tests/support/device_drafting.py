@@ -26,6 +26,7 @@ from inflight.engine.engine import Engine, generate
 from inflight.engine.stats import Stats
 from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
+from thinned import thinned
 from watched_drafter import Watched, generate_twice
 
 NUM_DRAFTS = 5
@@ -276,25 +277,30 @@ def small_rig(folder: Path, max_len: int, kind: type[Rig] = Rig, **requests: Any
     )
 
 
-drafters = pytest.mark.parametrize(
-    "drafter",
-    [
-        pytest.param({"method": "ngram", "prompt_lookup_min": 1}, id="ngram"),
-        pytest.param({"method": "suffix", "prompt_lookup_min": 1}, id="suffix"),
-        pytest.param({"method": "self", "num_layers": 3}, id="self"),
-        pytest.param({"method": "draft_model"}, id="draft_model"),
-        pytest.param({"method": "eagle3"}, id="eagle3"),
-    ],
-)
-ways = pytest.mark.parametrize(
-    "way", ["alone", "together", "launches", "chunks", "preemption", "prefixes"]
-)
+DRAFTERS = [
+    pytest.param({"method": "ngram", "prompt_lookup_min": 1}, id="ngram"),
+    pytest.param({"method": "suffix", "prompt_lookup_min": 1}, id="suffix"),
+    pytest.param({"method": "self", "num_layers": 3}, id="self"),
+    pytest.param({"method": "draft_model"}, id="draft_model"),
+    pytest.param({"method": "eagle3"}, id="eagle3"),
+]
+EXACT_DRAFTERS = [
+    pytest.param({"method": "self", "num_layers": NUM_LAYERS}, id="self"),
+    pytest.param({"method": "draft_model", "model": "target"}, id="draft_model"),
+]
+WAYS = ("preemption", "launches", "chunks", "prefixes", "together", "alone")
+# Where a head's keys and values may be lost or found; what else differs comes with other drafters.
+_HEAD_WAYS = [
+    *("preemption", "chunks", "prefixes"),
+    *(pytest.param(way, marks=pytest.mark.long) for way in ("launches", "together", "alone")),
+]
+drafters = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
 class HeadClaims:
     """A head leaves no trace in any output, and drafts what it should."""
 
-    @ways
+    @pytest.mark.parametrize("way", _HEAD_WAYS)
     def test_an_eagle3_head_matches_the_reference(self, rig: Rig, way: str) -> None:
         """As `transformers` and plain torch do, that see whole texts and keep nothing.
 
@@ -318,8 +324,7 @@ class HeadClaims:
 class DraftingClaims(HeadClaims):
     """No trace in any output, and right each time where the drafter is the model."""
 
-    @ways
-    @drafters
+    @pytest.mark.parametrize(("drafter", "way"), thinned(DRAFTERS, WAYS, one_in=3))
     def test_drafts_leave_no_trace(self, rig: Rig, drafter: dict[str, Any], way: str) -> None:
         if drafter["method"] == "eagle3":
             run = rig.head_run(way)
@@ -337,14 +342,7 @@ class DraftingClaims(HeadClaims):
         if way == "prefixes":
             assert stats.num_cached_tokens > 0
 
-    @ways
-    @pytest.mark.parametrize(
-        "drafter",
-        [
-            pytest.param({"method": "self", "num_layers": NUM_LAYERS}, id="self"),
-            pytest.param({"method": "draft_model", "model": "target"}, id="draft_model"),
-        ],
-    )
+    @pytest.mark.parametrize(("drafter", "way"), thinned(EXACT_DRAFTERS, WAYS, one_in=2))
     def test_a_drafter_that_is_the_model_is_right_each_time(
         self, rig: Rig, drafter: dict[str, Any], way: str
     ) -> None:

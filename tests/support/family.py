@@ -254,6 +254,9 @@ class Suite:
         norm_mean: mean of the norms' weights.
         on_gpu: whether there are kernels for all variants.
         rounding_tolerance: of logprobs, if a value of 8 bits is rounded the other way.
+        stands_for_others: whether `make test` runs its cases in which families share all but their
+            decoders, both types of 8 bits and constrained texts of weights in 32; else they are
+            `long`.
     """
 
     config: type[transformers.PretrainedConfig]
@@ -262,13 +265,32 @@ class Suite:
     norm_mean = 1.0
     on_gpu = True
     rounding_tolerance = 0.05
+    stands_for_others = False
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "changes" in metafunc.fixturenames:
             metafunc.parametrize("changes", self.variants.values(), ids=list(self.variants))
+        if "changes_of_some" in metafunc.fixturenames:
+            name, *others = self.variants
+            metafunc.parametrize(
+                "changes_of_some",
+                [
+                    pytest.param(self.variants[name], id=name),
+                    *(
+                        pytest.param(self.variants[one], id=one, marks=pytest.mark.long)
+                        for one in others
+                    ),
+                ],
+            )
+        name, changes = next(iter(self.variants.items()))
         if "changes_of_first" in metafunc.fixturenames:
-            name, changes = next(iter(self.variants.items()))
             metafunc.parametrize("changes_of_first", [changes], ids=[name])
+        marks = () if self.stands_for_others else (pytest.mark.long,)
+        if "changes_if_chosen" in metafunc.fixturenames:
+            chosen = pytest.param(changes, id=name, marks=marks)
+            metafunc.parametrize("changes_if_chosen", [chosen])
+        if "quantization" in metafunc.fixturenames:
+            metafunc.parametrize("quantization", ["fp8", pytest.param("int8", marks=marks)])
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Keys of a GGUF file beyond Llama's, as llama.cpp's converter writes them."""
@@ -292,7 +314,13 @@ class Suite:
         return _WRITTEN[key]
 
     @pytest.mark.parametrize(
-        "steps", [AT_ONCE, TOKEN_BY_TOKEN, MIXED], ids=["once", "tokens", "mixed"]
+        "steps",
+        [
+            pytest.param(MIXED, id="mixed"),
+            pytest.param(TOKEN_BY_TOKEN, id="tokens"),
+            # The others have prompts at once as well.
+            pytest.param(AT_ONCE, id="once", marks=pytest.mark.long),
+        ],
     )
     def test_logits_equal_those_of_transformers(
         self,
@@ -344,10 +372,10 @@ class Suite:
             family_gpu.check(family_gpu.decoder(found.checkpoint), found.model)
 
     def test_greedy_texts_and_prompt_logprobs_equal_those_of_transformers(
-        self, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
+        self, tmp_path_factory: pytest.TempPathFactory, changes_of_some: dict[str, Any]
     ) -> None:
         """With drafts, a prefix cache and prompts in chunks."""
-        found = self.written(changes, tmp_path_factory)
+        found = self.written(changes_of_some, tmp_path_factory)
         model = found.model
         speculation = family_engine.self_drafting(model.config.num_hidden_layers)
         engine = family_engine.make_engine(found.checkpoint, speculation)
@@ -385,22 +413,21 @@ class Suite:
         self,
         tmp_path: Path,
         tmp_path_factory: pytest.TempPathFactory,
-        changes_of_first: dict[str, Any],
+        changes_if_chosen: dict[str, Any],
     ) -> None:
-        changes = changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE}
+        changes = changes_if_chosen | {"vocab_size": family_engine.VOCAB_SIZE}
         found = self.written(changes, tmp_path_factory)
         tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
         speculation = family_engine.self_drafting(found.model.config.num_hidden_layers)
         engine = family_engine.make_engine(found.checkpoint, speculation, tokenizer)
         family_engine.check_constrained_text(engine, tokenizer)
 
-    @pytest.mark.parametrize("kind", ["fp8", "int8"])
     def test_drafts_and_constraints_work_with_layers_and_keys_of_8_bits(
         self,
         tmp_path: Path,
         tmp_path_factory: pytest.TempPathFactory,
         changes_of_first: dict[str, Any],
-        kind: str,
+        quantization: str,
     ) -> None:
         changes = changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE}
         found = self.written(changes, tmp_path_factory)
@@ -408,7 +435,11 @@ class Suite:
         tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
         plain, drafting = (
             family_engine.make_engine(
-                found.checkpoint, speculation, tokenizer, quantization=kind, kv_cache_dtype=kind
+                found.checkpoint,
+                speculation,
+                tokenizer,
+                quantization=quantization,
+                kv_cache_dtype=quantization,
             )
             for speculation in (
                 None,

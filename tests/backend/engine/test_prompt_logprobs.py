@@ -27,6 +27,7 @@ from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.runner import PendingStep, Runner
 from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
+from thinned import thinned
 
 SHAPE = {
     "num_attention_heads": 2,
@@ -39,15 +40,15 @@ NUM_TOP_LOGPROBS = 3
 TOLERANCE = 1e-3
 SMALL = {"max_num_batched_tokens": 40, "num_blocks": 8}
 WAYS = [
-    pytest.param({}, id="whole"),
-    pytest.param({"max_num_seqs": 1}, id="alone"),
-    pytest.param({"max_prefill_chunk": 7}, id="chunks"),
-    pytest.param(SMALL, id="preemption"),
-    pytest.param({"enable_prefix_caching": True}, id="prefixes"),
     pytest.param({"enable_prefix_caching": True, **SMALL}, id="prefixes and preemption"),
+    pytest.param({"max_num_seqs": 1}, id="alone"),
     pytest.param(
         {"speculative_config": SpeculativeConfig(default=3, prompt_lookup_min=1)}, id="drafts"
     ),
+    pytest.param({}, id="whole"),
+    pytest.param({"max_prefill_chunk": 7}, id="chunks"),
+    pytest.param(SMALL, id="preemption"),
+    pytest.param({"enable_prefix_caching": True}, id="prefixes"),
 ]
 MakeEngine = Callable[..., Engine]
 
@@ -63,11 +64,20 @@ def model(checkpoint: Checkpoint) -> Any:
     return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def make_engine(
-    request: pytest.FixtureRequest, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> MakeEngine:
-    device = request.param
+DEVICES = ("cuda", "cpu")
+each_way = pytest.mark.parametrize(
+    ("device", "settings"), thinned(DEVICES, WAYS, one_in=2), indirect=["device"]
+)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def make_engine(device: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     torch.set_num_threads(1)
     if device == "cuda":
         host_kernels.install(monkeypatch)
@@ -153,7 +163,7 @@ def check_prompt(model: Any, prompt: list[int], found: list[list[Candidate]], nu
     check(model, prompt, found[1:], number)
 
 
-@pytest.mark.parametrize("settings", WAYS)
+@each_way
 def test_prompt_logprobs_match_the_model(
     make_engine: MakeEngine, model: Any, settings: dict[str, Any]
 ) -> None:
@@ -181,7 +191,13 @@ def test_prompt_logprobs_match_the_model(
     assert engine.scheduler.num_free_blocks == engine.runner.num_blocks
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize(
+    ("device", "enable_prefix_caching"),
+    thinned(
+        DEVICES, [pytest.param(True, id="prefixes"), pytest.param(False, id="alone")], one_in=2
+    ),
+    indirect=["device"],
+)
 def test_preemption_during_prefill_reports_each_prompt_token_once(
     make_engine: MakeEngine, model: Any, enable_prefix_caching: bool
 ) -> None:
@@ -215,7 +231,7 @@ def unscored_outputs() -> dict[str, dict[int, list[int]]]:
     return {}
 
 
-@pytest.mark.parametrize("settings", WAYS)
+@each_way
 def test_an_output_is_the_same_whether_its_prompt_was_looked_at(
     make_engine: MakeEngine,
     unscored_outputs: dict[str, dict[int, list[int]]],

@@ -41,6 +41,7 @@ from inflight.sampling.params import SamplingParams
 from inflight_kernels import ops
 from inflight_kernels.runtime.recording import Launched
 from inflight_kernels.runtime.recording import launched as recorded
+from thinned import thinned
 
 Ahead = list[tuple[str, str]]
 
@@ -157,7 +158,9 @@ def test_every_step_finds_its_workspace(
         runner.forget(sequence)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 24)) for seed in range(60)]
+)
 def test_whatever_a_config_allows_starts_and_runs(
     seed: int, tmp_path: Path, record: Record
 ) -> None:
@@ -207,10 +210,22 @@ def test_whatever_a_config_allows_starts_and_runs(
     assert set(launched) <= set(ahead)
 
 
-def shape_runner(shape: str, **settings: Any) -> tuple[Any, ModelSpec]:
-    """A runner of random weights at the shape of a real model, and what describes the model."""
+def shape_runner(shape: str, folder: Path, **settings: Any) -> tuple[Any, ModelSpec]:
+    """A runner of random weights at the shape of a real model, and what describes the model.
+
+    Where weights are quantized, which takes a second for each few layers, it has fewer of them.
+    """
+    model = SHAPES / shape
+    if "quantization" in settings and settings["quantization"] != "none":
+        given = json.loads((model / "config.json").read_text())
+        given["num_hidden_layers"] = 6
+        if "layer_types" in given:
+            given["layer_types"] = given["layer_types"][:6]
+        model = folder / shape
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(given))
     config = EngineConfig(
-        model=str(SHAPES / shape),
+        model=str(model),
         device="cuda",
         random_weights=True,
         max_model_len=8192,
@@ -219,9 +234,11 @@ def shape_runner(shape: str, **settings: Any) -> tuple[Any, ModelSpec]:
     return runners.build(config, locate(config.model), lambda what, fraction: None)
 
 
-def test_gemma_3_12b_starts_and_runs_with_two_block_tables_on_an_h200(record: Record) -> None:
+def test_gemma_3_12b_starts_and_runs_with_two_block_tables_on_an_h200(
+    tmp_path: Path, record: Record
+) -> None:
     launched, ahead = record()
-    runner, spec = shape_runner("gemma-3-12b")
+    runner, spec = shape_runner("gemma-3-12b", tmp_path)
     assert runner.kv_tables.spans == (80, 16)
     layout = spec.kv_layout("bfloat16", frees_windows=True)
     assert runner.num_blocks * layout.block_bytes(16) > 90 << 30
@@ -243,11 +260,11 @@ def test_gemma_3_12b_starts_and_runs_with_two_block_tables_on_an_h200(record: Re
     ids=["bfloat16", "fp8", "batch-invariant"],
 )
 def test_gpt_oss_20b_starts_and_runs_with_two_block_tables_on_an_h200(
-    record: Record, settings: dict[str, Any]
+    tmp_path: Path, record: Record, settings: dict[str, Any]
 ) -> None:
     """Its hidden size, 2880, is no multiple of what kernels multiply at once."""
     launched, ahead = record()
-    runner, _ = shape_runner("gpt-oss-20b", **settings)
+    runner, _ = shape_runner("gpt-oss-20b", tmp_path, **settings)
     assert runner.kv_tables.spans == (16, 16)
     launch_steps(runner, [list(range(512)), list(range(512, 1024))])
     assert set(launched) <= set(ahead) <= COMPILED
@@ -271,14 +288,22 @@ def launch_steps(runner: Any, tables: list[list[int]]) -> None:
             sequence.generation += 1  # it has gone
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
-@pytest.mark.parametrize("model", ["deepseek-v2-lite", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    ("model", "quantization", "batch_invariant"),
+    thinned(
+        ["qwen3-30b-a3b", "deepseek-v2-lite"],
+        ["none", "fp8"],
+        [pytest.param(True, id="batch-invariant"), pytest.param(False, id="fast")],
+        one_in=2,
+    ),
+)
 def test_mixtures_start_and_run_on_an_h200(
-    record: Record, model: str, quantization: Any, batch_invariant: bool
+    tmp_path: Path, record: Record, model: str, quantization: Any, batch_invariant: bool
 ) -> None:
     launched, ahead = record()
-    runner, spec = shape_runner(model, quantization=quantization, batch_invariant=batch_invariant)
+    runner, spec = shape_runner(
+        model, tmp_path, quantization=quantization, batch_invariant=batch_invariant
+    )
     launch_steps(runner, [list(range(512))])
     assert set(launched) <= set(ahead) <= COMPILED
     stems = {stem for stem, _ in launched}
@@ -290,13 +315,21 @@ def test_mixtures_start_and_run_on_an_h200(
     assert ("summing_skinny_gemm" in names) == (not batch_invariant and quantization == "fp8")
 
 
-@pytest.mark.parametrize(("kv_dtype", "cached"), [("fp8", "Fp8"), ("int8", "Int8")])
-@pytest.mark.parametrize("model", ["gemma-3-12b", "llama-3.1-8b"])
+@pytest.mark.parametrize(
+    ("model", "kv_dtype", "cached"),
+    thinned(
+        ["gemma-3-12b", "llama-3.1-8b"],
+        [pytest.param("fp8", "Fp8", id="fp8"), pytest.param("int8", "Int8", id="int8")],
+        one_in=2,
+    ),
+)
 def test_a_kv_cache_of_8_bits_has_kernels_and_twice_the_room(
-    record: Record, model: str, kv_dtype: Any, cached: str
+    tmp_path: Path, record: Record, model: str, kv_dtype: Any, cached: str
 ) -> None:
     launched, ahead = record()
-    runner, spec = shape_runner(model, kv_cache_dtype=kv_dtype, gpu_memory_utilization=0.9)
+    runner, spec = shape_runner(
+        model, tmp_path, kv_cache_dtype=kv_dtype, gpu_memory_utilization=0.9
+    )
     frees_windows = len(runner.kv_tables.tables) > 1
     layout = spec.kv_layout(kv_dtype, frees_windows=frees_windows)
     wider = spec.kv_layout("bfloat16", frees_windows=frees_windows)
@@ -389,15 +422,18 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "drafter", "settings"),
-    [
-        pytest.param({}, None, {}, id="llama"),
-        pytest.param({}, None, {"batch_invariant": True}, id="batch-invariant"),
-        *(pytest.param(changes, None, {}, id=name) for name, changes in OTHERS.items()),
-        *(pytest.param({}, name, {"max_num_seqs": 64}, id=name) for name in DRAFTERS),
-    ],
+    ("changes", "drafter", "settings", "hopper"),
+    thinned(
+        [
+            pytest.param({}, None, {}, id="llama"),
+            pytest.param({}, None, {"batch_invariant": True}, id="batch-invariant"),
+            *(pytest.param(changes, None, {}, id=name) for name, changes in OTHERS.items()),
+            *(pytest.param({}, name, {"max_num_seqs": 64}, id=name) for name in DRAFTERS),
+        ],
+        [pytest.param(True, id="hopper"), pytest.param(False, id="others")],
+        one_in=2,
+    ),
 )
-@pytest.mark.parametrize("hopper", [False, True])
 def test_all_launched_kernels_are_precompiled(
     changes: dict[str, Any],
     drafter: str | None,

@@ -13,6 +13,7 @@ from inflight.core.request import Request
 from inflight.engine.engine import generate
 from inflight.kv.layout import KVTables
 from inflight.models.registry import read_spec
+from thinned import thinned
 from windowed import (
     LENGTHS,
     MAX_LEN,
@@ -24,13 +25,18 @@ from windowed import (
     write_model,
 )
 
+DEVICES = ("cpu", "gpu")
+each_layout_and_device = pytest.mark.parametrize(
+    ("checkpoint", "device"), thinned(MODELS, DEVICES, one_in=2), indirect=True
+)
 
-@pytest.fixture(scope="module", params=list(MODELS))
+
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_model(tmp_path_factory.mktemp("model"), request.param)
 
 
-@pytest.fixture(params=["cpu", "gpu"])
+@pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On a CPU, or the runner of GPUs with the kernels' definitions in the kernels' place."""
     if request.param == "gpu":
@@ -59,15 +65,21 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"max_prefill_chunk": 50}, id="chunks"),
-        pytest.param(
-            {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
-            id="drafts",
-        ),
-    ],
+    ("checkpoint", "device", "changes"),
+    thinned(
+        MODELS,
+        DEVICES,
+        [
+            pytest.param({}, id="plain"),
+            pytest.param({"max_prefill_chunk": 50}, id="chunks"),
+            pytest.param(
+                {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
+                id="drafts",
+            ),
+        ],
+        one_in=4,
+    ),
+    indirect=["checkpoint", "device"],
 )
 def test_texts_are_the_same_and_freed_blocks_are_never_read(
     checkpoint: Checkpoint,
@@ -80,6 +92,7 @@ def test_texts_are_the_same_and_freed_blocks_are_never_read(
     assert texts == expected
 
 
+@each_layout_and_device
 def test_a_prefix_is_found_in_the_cache_though_its_beginning_was_freed(
     checkpoint: Checkpoint, device: str, expected: dict[int, list[int]]
 ) -> None:
@@ -91,6 +104,7 @@ def test_a_prefix_is_found_in_the_cache_though_its_beginning_was_freed(
     assert [*first.values()] == [*again.values()] == [*expected.values()]
 
 
+@each_layout_and_device
 def test_a_pool_holds_more_sequences_that_decode(
     checkpoint: Checkpoint, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +142,7 @@ def test_a_pool_holds_more_sequences_that_decode(
     assert num_freed > num_kept or len(layout.tables[-1].layers) == 1
 
 
+@each_layout_and_device
 def test_beams_share_and_free_blocks_too(
     checkpoint: Checkpoint, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

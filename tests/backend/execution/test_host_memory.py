@@ -18,26 +18,35 @@ from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.execution.factory import build
 from returning_chats import NUM_CHATS, NUM_TURNS, chat, end_storing, turn
+from thinned import thinned
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
 HOST_BYTES = 64 << 20  # more than all blocks of these models
 
+LAYOUTS = ("one table", "latent", *windowed.MODELS)
 each_layout = pytest.mark.parametrize(
-    ("layout", "kv_dtype"),
-    [
-        (layout, kv_dtype)
-        for layout in ("one table", "latent", *windowed.MODELS)
-        for kv_dtype in ("auto", "fp8", "int8")
-    ],
+    ("layout", "kv_dtype"), thinned(LAYOUTS, ("auto", "fp8", "int8"), one_in=3)
 )
-
-
 # Bytes are the same to copies, so that one of them stands for both types of 8 bits.
 each_table = pytest.mark.parametrize(
     ("layout", "kv_dtype"),
-    [(layout, "auto") for layout in ("one table", "latent", *windowed.MODELS)]
-    + [("one table", "int8"), ("latent", "int8"), ("5 of 6 layers", "fp8")],
+    [
+        ("one table", "int8"),
+        ("latent", "auto"),
+        ("5 of 6 layers", "fp8"),
+        ("3 of 4 layers, with sinks", "auto"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in (
+                ("one table", "auto"),
+                ("latent", "int8"),
+                ("5 of 6 layers", "auto"),
+                ("1 of 4 layers", "auto"),
+                ("all layers", "auto"),
+            )
+        ),
+    ],
 )
 
 
@@ -138,7 +147,7 @@ def test_the_blocks_of_a_drafter_come_back_with_them(
         assert stats.num_accepted_tokens > 0.95 * stats.num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize("layout", ["one table", "latent"])
+@pytest.mark.parametrize("layout", ["one table", pytest.param("latent", marks=pytest.mark.long)])
 def test_beams_load_their_prompt(checkpoints: Callable[[str], Checkpoint], layout: str) -> None:
     checkpoint = checkpoints(layout)
     plain = {"kv_host_memory_bytes": None, "enable_prefix_caching": False}

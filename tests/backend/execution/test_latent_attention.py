@@ -26,7 +26,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return family.write_folder(model, folder)
 
 
-@each_dtype
+# Of 8 bits, `make test` has drafts and beams.
+@pytest.mark.parametrize(
+    "kv_dtype", ["auto", *(pytest.param(one, marks=pytest.mark.long) for one in ("fp8", "int8"))]
+)
 def test_texts_are_those_of_requests_that_run_alone(checkpoint: Checkpoint, kv_dtype: str) -> None:
     expected = generate(make_engine(checkpoint, kv_dtype, max_num_seqs=1), asked())
     ways: list[dict[str, Any]] = [
@@ -43,7 +46,14 @@ def test_texts_are_those_of_requests_that_run_alone(checkpoint: Checkpoint, kv_d
         assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in changes)
 
 
-@each_dtype
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [
+        pytest.param("auto", marks=pytest.mark.long),
+        "fp8",
+        pytest.param("int8", marks=pytest.mark.long),
+    ],
+)
 def test_beams_copy_blocks(checkpoint: Checkpoint, kv_dtype: str) -> None:
     def run(**changes: Any) -> dict[int, list[int]]:
         wanted = asked(num_texts=2, beam_width=2)

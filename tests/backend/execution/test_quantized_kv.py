@@ -22,6 +22,7 @@ from inflight.text.tokenizer import Tokenizer
 from mixed_requests import asked, make_engine
 from paged_decoder import Paged, blocks_for, load
 from prompts import PROMPTS
+from thinned import thinned
 from windowed import LENGTHS, keep_all, requests, run_poisoned, write_model
 from windowed import make_engine as windowed_engine
 
@@ -41,21 +42,24 @@ def alone(tiny_llama: Checkpoint) -> Callable[[str], dict[int, list[int]]]:
     return texts
 
 
-@each_dtype
 @pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="batch"),
-        pytest.param({"max_prefill_chunk": 5}, id="chunks"),
-        pytest.param({"num_blocks": 30}, id="preempted"),
-        pytest.param({"enable_prefix_caching": True, "max_num_seqs": 2}, id="prefix cache"),
-    ],
+    ("changes", "kv_dtype"),
+    thinned(
+        [
+            pytest.param({}, id="batch"),
+            pytest.param({"max_prefill_chunk": 5}, id="chunks"),
+            pytest.param({"num_blocks": 30}, id="preempted"),
+            pytest.param({"enable_prefix_caching": True, "max_num_seqs": 2}, id="prefix cache"),
+        ],
+        ["fp8", "int8"],
+        one_in=2,
+    ),
 )
 def test_texts_are_those_of_requests_that_run_alone(
     tiny_llama: Checkpoint,
     alone: Callable[[str], dict[int, list[int]]],
-    kv_dtype: str,
     changes: dict[str, Any],
+    kv_dtype: str,
 ) -> None:
     engine = make_engine(tiny_llama, kv_dtype, **changes)
     assert generate(engine, asked()) == alone(kv_dtype)
@@ -81,14 +85,16 @@ def drafter_settings(method: str, folder: Path) -> SpeculativeConfig:
     return SpeculativeConfig(**settings)
 
 
-@each_dtype
-@pytest.mark.parametrize("method", ["ngram", "self", "draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "kv_dtype"),
+    thinned(["ngram", "self", "draft_model", "eagle3"], ["fp8", "int8"], one_in=2),
+)
 def test_drafts_change_no_text_and_the_drafters_cache_has_8_bits_too(
     tiny_llama: Checkpoint,
     alone: Callable[[str], dict[int, list[int]]],
     tmp_path: Path,
-    kv_dtype: str,
     method: str,
+    kv_dtype: str,
 ) -> None:
     speculation = drafter_settings(method, tmp_path)
     engine = make_engine(tiny_llama, kv_dtype, speculative_config=speculation)
@@ -111,14 +117,20 @@ def test_beams_copy_blocks_with_their_scales(tiny_llama: Checkpoint, kv_dtype: s
     assert run(num_blocks=60) == expected
 
 
-@each_dtype
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("changes", [{}, {"max_prefill_chunk": 50}], ids=["plain", "chunks"])
+@pytest.mark.parametrize(
+    ("changes", "device", "kv_dtype"),
+    thinned(
+        [pytest.param({}, id="plain"), pytest.param({"max_prefill_chunk": 50}, id="chunks")],
+        ["cpu", "gpu"],
+        ["fp8", "int8"],
+        one_in=2,
+    ),
+)
 def test_freed_blocks_are_never_read(
     tmp_path: Path,
-    kv_dtype: str,
-    device: str,
     changes: dict[str, Any],
+    device: str,
+    kv_dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a CPU, and with the runner of GPUs and the kernels' definitions in the kernels' place."""
@@ -137,9 +149,9 @@ def test_freed_blocks_are_never_read(
 @pytest.mark.parametrize(
     ("kv_dtype", "method", "beam_width"),
     [
-        ("fp8", None, 2),
+        pytest.param("fp8", None, 2, marks=pytest.mark.long),
         ("int8", None, 2),
-        ("fp8", "self", 1),
+        pytest.param("fp8", "self", 1, marks=pytest.mark.long),
         ("int8", "draft_model", 1),
         ("fp8", "eagle3", 1),
     ],

@@ -26,13 +26,16 @@ from inflight.text.tokenizer import Tokenizer
 from paged_decoder import Paged, blocks_for, load
 from prompts import PROMPTS
 
-OUTPUT_LEN = 64
-
 pytestmark = pytest.mark.timeout(600)
 
-# Of the prompts, every so many, the longest among them; all of them in a long run.
+# Of the prompts, every so many, the longest among them; all of them, with longer outputs, in a
+# long run.
 LONGEST = 22
-some_or_all = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+OUTPUT_LEN, LONG_OUTPUT_LEN = 24, 64
+some_or_all = pytest.mark.parametrize(
+    ("every", "length"),
+    [(4, OUTPUT_LEN), pytest.param(1, LONG_OUTPUT_LEN, marks=pytest.mark.long)],
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,26 +85,34 @@ class Arrivals:
 
 
 @pytest.fixture(scope="module")
-def arrivals(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> Arrivals:
-    engine = make_engine(enable_prefix_caching=False, max_num_seqs=16)
-    rng = random.Random(5)
-    waiting = requests(prompts)
-    rng.shuffle(waiting)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    most = 0
-    while waiting or engine.has_work:
-        while waiting and (not engine.has_work or rng.random() < 0.4):
-            engine.submit(waiting.pop())
-        for event in engine.step():
-            outputs[event.request_id] += event.token_ids
-        most = max(most, engine.stats().num_running)
-    return Arrivals(outputs, most)
+def arrivals(
+    make_engine: Callable[..., Engine], prompts: list[list[int]]
+) -> Callable[[int], Arrivals]:
+    """By the length of the outputs."""
+
+    @functools.cache
+    def run(length: int) -> Arrivals:
+        engine = make_engine(enable_prefix_caching=False, max_num_seqs=16)
+        rng = random.Random(5)
+        waiting = requests(prompts, length)
+        rng.shuffle(waiting)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        most = 0
+        while waiting or engine.has_work:
+            while waiting and (not engine.has_work or rng.random() < 0.6):
+                engine.submit(waiting.pop())
+            for event in engine.step():
+                outputs[event.request_id] += event.token_ids
+            most = max(most, engine.stats().num_running)
+        return Arrivals(outputs, most)
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def right(arrivals: Arrivals) -> list[list[int]]:
+@pytest.fixture
+def right(arrivals: Callable[[int], Arrivals], length: int) -> list[list[int]]:
     """`test_sixteen_at_once_with_random_arrival` shows that they are correct."""
-    return arrivals.outputs
+    return arrivals(length).outputs
 
 
 def selected(of_prompts: list[list[int]], every: int) -> list[list[int]]:
@@ -109,7 +120,7 @@ def selected(of_prompts: list[list[int]], every: int) -> list[list[int]]:
     return of_prompts[LONGEST % every :: every]
 
 
-def requests(prompts: list[list[int]], max_tokens: int = OUTPUT_LEN) -> list[Request]:
+def requests(prompts: list[list[int]], max_tokens: int) -> list[Request]:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
 
@@ -133,47 +144,55 @@ def test_scores_are_those_of_transformers(checkpoint, reference):
     assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
 
 
-def test_sixteen_at_once_with_random_arrival(reference, prompts, arrivals):
-    assert arrivals.most_running == 16
-    assert len(arrivals.outputs) == len(prompts)
-    for prompt, output in zip(prompts, arrivals.outputs, strict=True):
-        assert len(output) == OUTPUT_LEN
+@pytest.mark.parametrize(
+    "length", [OUTPUT_LEN, pytest.param(LONG_OUTPUT_LEN, marks=pytest.mark.long)]
+)
+def test_sixteen_at_once_with_random_arrival(reference, prompts, arrivals, length):
+    found = arrivals(length)
+    assert found.most_running == 16
+    assert len(found.outputs) == len(prompts)
+    for prompt, output in zip(prompts, found.outputs, strict=True):
+        assert len(output) == length
         assert output == most_probable_after(reference, prompt, output)
 
 
 @pytest.mark.parametrize(
-    ("every", "length"), [(4, 24), pytest.param(1, OUTPUT_LEN, marks=pytest.mark.long)]
+    ("every", "length"),
+    [(8, OUTPUT_LEN), pytest.param(1, LONG_OUTPUT_LEN, marks=pytest.mark.long)],
 )
 def test_alone(make_engine, prompts, right, every, length):
     engine = make_engine(enable_prefix_caching=False)
     chosen = requests(selected(prompts, every), length)
     outputs = [generate(engine, [request])[request.request_id] for request in chosen]
-    assert outputs == [output[:length] for output in selected(right, every)]
+    assert outputs == selected(right, every)
 
 
 @some_or_all
-def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right, every):
+def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right, every, length):
     engine = make_engine(enable_prefix_caching=False, max_prefill_chunk=16)
     chosen = selected(prompts, every)
     assert max(map(len, chosen)) > 3 * 16
-    assert list(generate(engine, requests(chosen)).values()) == selected(right, every)
+    assert list(generate(engine, requests(chosen, length)).values()) == selected(right, every)
 
 
 @some_or_all
-def test_prefix_hits(make_engine, prompts, right, every):
+def test_prefix_hits(make_engine, prompts, right, every, length):
     engine = make_engine(enable_prefix_caching=True)
     chosen = selected(prompts, every)
     generate(engine, requests(chosen, max_tokens=1))
-    again = generate(engine, requests(chosen))
+    again = generate(engine, requests(chosen, length))
     assert list(again.values()) == selected(right, every)
     whole_blocks = sum((len(p) - 1) // 16 * 16 for p in chosen)
     assert engine.stats().num_cached_tokens >= whole_blocks > 0
 
 
-@some_or_all
-def test_preemption_in_a_small_pool(make_engine, prompts, right, every):
-    engine = make_engine(num_blocks=24, max_num_seqs=16)
-    chosen = requests(selected(prompts, every))
+@pytest.mark.parametrize(
+    ("every", "length", "num_blocks"),
+    [(4, OUTPUT_LEN, 16), pytest.param(1, LONG_OUTPUT_LEN, 24, marks=pytest.mark.long)],
+)
+def test_preemption_in_a_small_pool(make_engine, prompts, right, every, length, num_blocks):
+    engine = make_engine(num_blocks=num_blocks, max_num_seqs=16)
+    chosen = requests(selected(prompts, every), length)
     assert list(generate(engine, chosen).values()) == selected(right, every)
     assert engine.stats().num_preemptions > 0
-    assert engine.stats().num_free_blocks == 24
+    assert engine.stats().num_free_blocks == num_blocks

@@ -113,7 +113,8 @@ def drawn(mean: float, sigma: float, count: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("mean", "sigma", "prompt", "num_blocks"), [(400, 1.0, 300, 4000), (600, 0.7, 200, 6000)]
+    ("mean", "sigma", "prompt", "num_blocks"),
+    [(400, 1.0, 300, 4000), pytest.param(600, 0.7, 200, 6000, marks=pytest.mark.long)],
 )
 def test_preemptions_are_rare_at_the_same_throughput(
     mean: float, sigma: float, prompt: float, num_blocks: int
@@ -130,7 +131,7 @@ def test_preemptions_are_rare_at_the_same_throughput(
     assert after.tokens_per_s > 0.99 * before.tokens_per_s
 
 
-@pytest.mark.parametrize("num_blocks", [1200, 4000])
+@pytest.mark.parametrize("num_blocks", [1200, pytest.param(4000, marks=pytest.mark.long)])
 def test_outputs_of_one_length_take_no_longer(num_blocks: int) -> None:
     count = num_blocks // 3
     prompts, outputs = np.full(count, 300), np.full(count, 512)
@@ -142,7 +143,9 @@ def test_outputs_of_one_length_take_no_longer(num_blocks: int) -> None:
     assert after.tokens_per_s > 0.99 * before.tokens_per_s
 
 
-@pytest.mark.parametrize(("mean", "prompt"), [(400, 300), (800, 60)])
+@pytest.mark.parametrize(
+    ("mean", "prompt"), [(400, 300), pytest.param(800, 60, marks=pytest.mark.long)]
+)
 def test_a_small_pool_is_still_used(mean: float, prompt: float) -> None:
     count, num_blocks = 800, 1200
     prompts, outputs = drawn(prompt, 0.8, count, 1), drawn(mean, 0.8, count, 0)

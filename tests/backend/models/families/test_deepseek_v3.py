@@ -34,6 +34,7 @@ class TestDeepseekV3(family_nextn.Suite):
         | EXPERTS
         | {"q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 0},
     }
+    stands_for_others = True
     architecture = "deepseek2"
     on_gpu = True
 

@@ -26,6 +26,7 @@ class TestGemma3(family.Suite):
             "tie_word_embeddings": True,
         }
     }
+    stands_for_others = True
     architecture = "gemma3"
     norm_mean = 0.0
 

@@ -39,6 +39,7 @@ class TestGptOss(family.Suite):
         "default": EXPERTS,
         "tied": EXPERTS | {"attention_bias": False, "tie_word_embeddings": True},
     }
+    stands_for_others = True
     architecture = "gpt-oss"
 
     def metadata(self, config: Any) -> dict[str, Any]:

@@ -16,4 +16,5 @@ class TestLlama(family.Suite):
         "biased": {"attention_bias": True, "mlp_bias": True},
         "tied": {"tie_word_embeddings": True},
     }
+    stands_for_others = True
     architecture = "llama"

@@ -28,6 +28,7 @@ class TestQwen3Moe(family.Suite):
         "default": EXPERTS,
         "biased": EXPERTS | {"attention_bias": True, "tie_word_embeddings": True},
     }
+    stands_for_others = True
     architecture = "qwen3moe"
     on_gpu = True
 

@@ -128,7 +128,7 @@ def not_linear(marks: list[str], folder: Path) -> list[tuple[str, float, float]]
     the times of both. Quadratic ones would take a hundred times as long."""
     if not marks:
         return []
-    texts = [mark * (size // len(mark)) for size in (400_000, 40_000) for mark in marks]
+    texts = [mark * (size // len(mark)) for size in (200_000, 20_000) for mark in marks]
     times = [milliseconds for _, milliseconds in parse(texts, folder)]
     pairs = zip(marks, times[: len(marks)], times[len(marks) :], strict=True)
     return [one for one in pairs if one[1] > 40 * max(one[2], 3.0)]

@@ -21,6 +21,7 @@ from inflight.structured.matcher import Matcher
 from inflight.structured.sandbox import Sandbox
 from inflight.structured.vocabulary import Vocabulary
 from model_outputs import Output, output, pieces
+from thinned import thinned
 
 WEATHER = {
     "type": "object",
@@ -40,6 +41,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 NAMES: list[str | None] = [None, *FORMATS]
+EACH_NAME = [pytest.param(name, id=str(name)) for name in NAMES]
 MARKED = ("hermes", "deepseek_v3", "deepseek_v31")
 
 _LONGER = [b'"}', b'": ', b'": "', b"</think>", b"<think>", b"<tool_call>", b"null", b"<end>"]
@@ -96,13 +98,14 @@ def check(found: Output, tools: list[dict[str, Any]]) -> None:
         jsonschema.validate(json.loads(arguments), schemas[name])
 
 
+@pytest.mark.parametrize("num_texts", [12, pytest.param(30, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_required_yields_valid_calls_and_nothing_else(
-    vocabulary: Vocabulary, name: str | None
+    vocabulary: Vocabulary, name: str | None, num_texts: int
 ) -> None:
     guide = guide_for(name, TOOLS, "required")
     counts = set()
-    for text in walks(vocabulary, guide, range(30)):
+    for text in walks(vocabulary, guide, range(num_texts)):
         found = parse(guide, TOOLS, text)
         assert found.calls and not found.text
         check(found, TOOLS)
@@ -110,8 +113,10 @@ def test_required_yields_valid_calls_and_nothing_else(
     assert max(counts) > 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    thinned(["required", pytest.param(NAMED, id="named")], EACH_NAME, one_in=2),
+)
 def test_without_parallel_calls_there_is_exactly_one(
     vocabulary: Vocabulary, name: str | None, choice: Any
 ) -> None:
@@ -130,8 +135,12 @@ def test_a_named_function_is_called_once(vocabulary: Vocabulary, name: str | Non
         assert [call for call, _ in found.calls] == ["get_weather"] and not found.text
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("in_reasoning", [False, True])
+@pytest.mark.parametrize(
+    ("in_reasoning", "name"),
+    thinned(
+        [pytest.param(False, id="before"), pytest.param(True, id="inside")], EACH_NAME, one_in=2
+    ),
+)
 def test_reasoning_may_precede_the_calls(
     vocabulary: Vocabulary, name: str | None, in_reasoning: bool
 ) -> None:

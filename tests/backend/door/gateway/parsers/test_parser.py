@@ -17,6 +17,7 @@ from inflight.door.gateway.parsers import FORMATS, Text, parser_for, plain
 from inflight.door.gateway.parsers.reader import Reader
 from inflight.errors import ConfigError
 from model_outputs import SCHEMAS, WRITERS, joined, output, parse, parser, pieces
+from thinned import thinned
 
 CALLS: list[tuple[str, Any]] = [
     ("get_weather", {"city": 'A "city"\\\n</tool_call> [é] 😀', "days": -3}),
@@ -73,8 +74,10 @@ def test_arguments_that_are_no_json_reach_the_client_and_not_its_text(name: str)
         json.loads(found.calls[0][1])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("reasoning", [None, "think"])
+@pytest.mark.parametrize(
+    ("reasoning", "name"),
+    thinned([pytest.param(None, id="None"), "think"], FORMATS, one_in=2),
+)
 def test_pieces_do_not_depend_on_where_an_output_is_split(name: str, reasoning: str | None) -> None:
     for text in sample(name):
         if reasoning:
@@ -216,15 +219,23 @@ def long_outputs(name: str, size: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", long_outputs("hermes", 60))
+@pytest.mark.parametrize(("kind", "name"), thinned(long_outputs("hermes", 60), FORMATS, one_in=2))
 def test_the_work_is_linear(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = (long_outputs(name, size)[kind] for size in (1 << 10, 1 << 12))
     ratio = len(long) / len(short)
     assert work(long, name, monkeypatch) < 1.1 * ratio * work(short, name, monkeypatch)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Of headers, of JSON and of tags.
+        pytest.param(
+            name, marks=[pytest.mark.long] * (name not in ("harmony", "json", "qwen3_coder"))
+        )
+        for name in FORMATS
+    ],
+)
 def test_64_kilobytes_of_arguments_character_by_character(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,18 +23,25 @@ from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
+from thinned import thinned
 
 SHAPE = {"num_hidden_layers": 5}
 SETTINGS = tiny.SETTINGS | SHAPE
 DRAFT_VOCAB_SIZE = 60
 NUM_DRAFTS = 4
 DRAFTERS = ("ngram", "suffix", "self", "draft_model", "eagle3")
-WAYS = [
-    pytest.param({"max_num_seqs": 1}, id="alone"),
-    pytest.param({}, id="together"),
-    pytest.param({"max_prefill_chunk": 5, "max_num_batched_tokens": 24}, id="chunks"),
-    pytest.param({"num_blocks": 40}, id="preemption"),
-    pytest.param({"enable_prefix_caching": True}, id="prefixes"),
+ALONE = pytest.param({"max_num_seqs": 1}, id="alone")
+TOGETHER = pytest.param({}, id="together")
+CHUNKS = pytest.param({"max_prefill_chunk": 5, "max_num_batched_tokens": 24}, id="chunks")
+PREEMPTION = pytest.param({"num_blocks": 40}, id="preemption")
+PREFIXES = pytest.param({"enable_prefix_caching": True}, id="prefixes")
+WAYS = [PREEMPTION, PREFIXES, TOGETHER, CHUNKS, ALONE]
+# Where a drafter's own state may be lost or found.
+OWN_STATE_WAYS = [
+    PREEMPTION,
+    PREFIXES,
+    CHUNKS,
+    *(pytest.param(*way.values, id=way.id, marks=pytest.mark.long) for way in (TOGETHER, ALONE)),
 ]
 
 
@@ -107,8 +114,7 @@ def expected(folder: Path) -> dict[int, list[int]]:
     return generate(make_engine(folder), requests())
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "way"), thinned(DRAFTERS, WAYS, one_in=3))
 def test_drafts_leave_no_trace(
     folder: Path, expected: dict[int, list[int]], drafter: str, way: dict[str, Any]
 ) -> None:
@@ -126,7 +132,7 @@ def test_drafts_leave_no_trace(
         assert stats.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OWN_STATE_WAYS)
 def test_drafts_from_earlier_outputs_leave_no_trace(
     folder: Path, expected: dict[int, list[int]], way: dict[str, Any]
 ) -> None:
@@ -155,7 +161,13 @@ def expected_penalised(folder: Path) -> dict[int, list[int]]:
     return generate(make_engine(folder), penalised_requests())
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        *("ngram", "self", "eagle3"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("suffix", "draft_model")),
+    ],
+)
 def test_drafts_leave_no_trace_in_penalised_output(
     folder: Path, expected_penalised: dict[int, list[int]], drafter: str
 ) -> None:
@@ -214,8 +226,7 @@ def generate_twice(engine: Engine, expected: dict[int, list[int]]) -> None:
         assert outputs == {100 + request_id: ids for request_id, ids in expected.items()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafter", ["self", "draft_model"])
+@pytest.mark.parametrize(("drafter", "way"), thinned(["self", "draft_model"], WAYS, one_in=2))
 def test_a_drafter_that_is_the_model_is_right_each_time(
     folder: Path, expected: dict[int, list[int]], drafter: str, way: dict[str, Any]
 ) -> None:
@@ -243,7 +254,7 @@ def features(folder: Path, expected: dict[int, list[int]]) -> dict[int, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OWN_STATE_WAYS)
 def test_an_eagle3_head_matches_the_reference(
     folder: Path,
     expected: dict[int, list[int]],
