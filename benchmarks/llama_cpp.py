@@ -7,8 +7,8 @@ llama.cpp is that of npm's node-llama-cpp, whose binary needs no build. Prompts 
 tokens greedily with EOS ignored, one request alone and 16 at once. Of inflight the engine in this
 process, with the weights as the file has them and dequantised, and a server, asked through
 gRPC, with text in and out. Rounds alternate, so that drift in the machine's speed affects all;
-reported are medians with minimum and maximum. The memory is that of a process of its own, with a KV
-pool of few blocks, after its first step.
+reported are medians with minimum and maximum. The memory is that of the server's engine before its
+first request.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+import before_torch  # noqa: F401
 import result
 import servers
 from cpu import CONCURRENCY, OUTPUT_LEN, PROMPT_LEN, Ours, prompts
@@ -32,16 +35,6 @@ from inflight.checkpoint.locate import Checkpoint, locate
 from inflight_client import AsyncClient
 
 _DRIVER = Path(__file__).with_suffix(".mjs")
-_MEMORY = """
-import sys
-sys.path[:0] = sys.argv[3:]
-from cpu import Ours
-from inflight.checkpoint.locate import locate
-ours = Ours(locate(sys.argv[1]), int(sys.argv[2]), num_blocks=512)
-ours.run([[1, 2, 3]])
-lines = open("/proc/self/status").read().splitlines()
-print([int(line.split()[1]) for line in lines if line.startswith("VmRSS")][0])
-"""
 
 
 class LlamaCpp:
@@ -121,12 +114,15 @@ def texts(count: int) -> list[str]:
     ]
 
 
-def memory_mib(model: str, threads: int) -> float:
-    """Resident memory of a process with an engine and the smallest KV pool."""
-    folders = [str(result.ROOT / folder) for folder in ("benchmarks", "backend", "kernels")]
-    command = [sys.executable, "-c", _MEMORY, model, str(threads), *folders]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    return round(int(found.stdout) / 1024, 1)
+def engine_memory_mb() -> float:
+    """Resident memory of the engine that this process's server has started, in 10^6 bytes.
+
+    Its pool has been allocated and not written.
+    """
+    for process in psutil.Process().children(recursive=True):
+        if "inflight.ipc.engine_main" in process.cmdline():
+            return round(process.memory_info().rss / 1e6, 1)
+    raise SystemExit("the server has no engine")
 
 
 def measure(options: argparse.Namespace, checkpoint: Checkpoint, address: str) -> dict[str, Any]:
@@ -168,13 +164,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
     checkpoint = locate(options.model)
-    memory = memory_mib(options.model, options.threads)
     with (
         tempfile.TemporaryDirectory() as folder,
         servers.tritonserver(
             Path(folder), model=options.model, device="cpu", num_threads=options.threads
         ) as endpoints,
     ):
+        memory = engine_memory_mb()
         found = measure(options, checkpoint, endpoints.grpc)
     rows: list[dict[str, Any]] = []
     for name, rates in found["rates"].items():
@@ -188,7 +184,7 @@ def main() -> None:
             f"{name:32} {row['out_tok_s']:8.1f} tok/s [{row['min']:.1f} .. {row['max']:.1f}]"
             f"  {row['of_llama_cpp']:5.2f} x llama.cpp"
         )
-    print(f"memory of an engine before its KV pool: {memory} MiB")
+    print(f"memory of an engine before its KV pool: {memory} MB")
     print(f"alone as in a batch: {found['equal']} of {options.rounds}")
     if options.json:
         result.write(
@@ -198,7 +194,7 @@ def main() -> None:
             workload=f"{PROMPT_LEN} in / {OUTPUT_LEN} out, greedy",
             threads=options.threads,
             rounds=options.rounds,
-            memory_mib=memory,
+            engine_memory_mb=memory,
             alone_as_in_a_batch=[found["equal"], options.rounds],
             llama_cpp=found["system_info"],
         )

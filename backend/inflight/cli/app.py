@@ -464,6 +464,7 @@ def model_list(port: options.ServerPort = None, json_: options.ModelJson = False
 @expand_groups
 def bench_engine(chosen: options.BenchOptions, open_loop: options.PoissonOptions) -> None:
     """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""
+    limit_spinning()
     if open_loop.poisson:
         if chosen.profile is not None or chosen.runs is not None:
             raise typer.BadParameter("--profile and --runs are for rows, not for --poisson")

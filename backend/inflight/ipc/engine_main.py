@@ -9,7 +9,6 @@ Only the main thread touches the engine.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import math
@@ -29,6 +28,7 @@ import msgspec
 from inflight import config as settings
 from inflight import log
 from inflight.checkpoint.locate import locate
+from inflight.core.openmp import limit_spinning
 from inflight.core.quarantine import Quarantine
 from inflight.core.request import Request, TokenEvent
 from inflight.engine.engine import Engine
@@ -56,6 +56,7 @@ from inflight.ipc.frames import (
 from inflight.ipc.gpu import power
 from inflight.ipc.gpu.ledger import GpuLedger, Reservation
 from inflight.ipc.heartbeat import Heartbeat
+from inflight.ipc.host_heap import mapped_allocations, return_freed_memory
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, end_with
 from inflight.ipc.request_owners import RequestOwners
@@ -431,7 +432,8 @@ def load(
     logger.info("device: %s", where)
     gpu = runners.gpu_of(config)
     if gpu is None:
-        runner, model_config = runners.build(config, checkpoint, progress)
+        with mapped_allocations():
+            runner, model_config = runners.build(config, checkpoint, progress)
     else:
         expected = runners.expected_budget_bytes(config, checkpoint, gpu.total_bytes)
         with reserved(gpu, f"{name} ({checkpoint.name})", expected, progress) as reservation:
@@ -476,6 +478,7 @@ def main(arguments: list[str]) -> None:
     path, config_path = Path(arguments[0]), Path(arguments[1])
     owner = Owner(int(arguments[2]), is_supervisor=arguments[3] == "supervisor")
     log.begin()
+    limit_spinning()
     # Ctrl-C in a terminal reaches the whole process group; this process exits with its owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if owner.is_supervisor:
@@ -519,8 +522,7 @@ def main(arguments: list[str]) -> None:
         return _linger_and_exit(hub)
     gc.collect()
     gc.freeze()  # permanent objects: exclude them from garbage collection
-    with contextlib.suppress(AttributeError):  # glibc's: return what loading has freed
-        ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     hub.broadcast(welcome)
     logger.info("ready after %.1f s: %s", time.monotonic() - started, _described(welcome))
     try:

@@ -356,7 +356,7 @@ def _query_scales(scaling: QueryScaling, positions: Tensor, dtype: torch.dtype) 
 
 
 class RotaryTables:
-    """cos and sin of each of a model's rotary embeddings.
+    """cos and sin of each of a model's rotary embeddings; half is kept, see `rotary_tables`.
 
     Args:
         spec: of the model.
@@ -368,12 +368,14 @@ class RotaryTables:
         self._tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         for attention in spec.attentions:
             frequencies, factor = inverse_frequencies(attention.rope, attention.rope_dim, max_len)
-            tables = ops.rotary_tables(frequencies, max_len, factor, dtype)
-            self._tables[attention.rope] = tables
+            half = attention.rope_dim // 2
+            cos, sin = ops.rotary_tables(frequencies, max_len, factor, dtype)
+            self._tables[attention.rope] = cos[:, half:].clone(), sin[:, half:].clone()
 
     def at(self, positions: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
         """The table rows [T, rope_dim] for positions [T]."""
-        return {
-            rope: (cos.index_select(0, positions), sin.index_select(0, positions))
-            for rope, (cos, sin) in self._tables.items()
-        }
+        found = {}
+        for rope, tables in self._tables.items():
+            cos, sin = (table.index_select(0, positions) for table in tables)
+            found[rope] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return found

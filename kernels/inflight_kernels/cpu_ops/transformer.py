@@ -144,16 +144,14 @@ def attend(
         return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
     out = torch.empty(num_rows, heads * dim)
     single = plan.single
-    if len(single.rows):
+    if single.num_keys:
         attention = _Attention(
             q.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             out.data_ptr(),
             q.stride(0),
-            single.rows.ctypes.data,
-            single.tables.ctypes.data,
-            single.seq_lens.ctypes.data,
+            *single.pointers,
             single.tables.shape[1],
             k_cache.shape[1],
             heads,
@@ -163,7 +161,7 @@ def attend(
             scale,
         )
         threads = torch.get_num_threads() if single.num_keys * dim > _PARALLEL_WORK else 1
-        _functions().attend_rows(ctypes.byref(attention), len(single.rows), threads)
+        _functions().attend_rows(ctypes.byref(attention), single.rows.shape[0], threads)
     for piece in plan.pieces:
         rows = slice(piece.start, piece.end)
         out[rows] = definitions.attend_chunk(q[rows], k_cache, v_cache, piece, scale)

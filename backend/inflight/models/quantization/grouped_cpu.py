@@ -48,6 +48,10 @@ class CpuGroupedLinear:
     def __init__(self, parts: Sequence[PackedPart], bias: Tensor | None) -> None:
         self._parts = list(parts)
         self._sizes = [part.packed.shape[0] for part in parts]
+        only = self._parts[0]
+        # The usual case, for which views would take as long as the products of small matrices.
+        is_whole = len(self._parts) == 1 and only.columns is None
+        self._whole = only.packed if is_whole else None
         self._width = sum(self._sizes)
         whole = None if bias is None else bias.to(torch.float32)
         self._biases: Sequence[Tensor | None] = [None] * len(self._parts)
@@ -59,6 +63,9 @@ class CpuGroupedLinear:
         wide = x if x.dtype is torch.float32 else x.to(torch.float32)
         wide = wide.contiguous()
         out = torch.empty(x.shape[0], self._width)
+        if self._whole is not None:
+            self._whole.product(wide, self._biases[0], out)
+            return out if x.dtype is torch.float32 else out.to(x.dtype)
         first = 0
         for part, bias, size in zip(self._parts, self._biases, self._sizes, strict=True):
             rows = wide if part.columns is None else wide.index_select(1, part.columns)

@@ -25,6 +25,7 @@ enum {
     MAX_DIRECT = 3,     // rows of x for which levels stay in registers
     MAX_STACK = 4096,   // sums of x that are kept on the stack
     TASKS_PER_THREAD = 4,
+    AHEAD = 512,  // words that are prefetched, 2 KB
 };
 
 typedef struct {
@@ -106,6 +107,8 @@ INLINE void few_rows(const Weight *w, int64_t panel, const Input *in, int rows, 
             for (int octet = 0; octet < OCTETS; octet++) part[row][octet] = splat(0.0f);
         int64_t g = first / w->group, end = first + w->group;
         for (; first < end; first += per_word) {
+            __builtin_prefetch(codes + AHEAD);
+            __builtin_prefetch(codes + AHEAD + PANEL / 2);
             for (int octet = 0; octet < OCTETS; octet++) {
                 words word;
                 memcpy(&word, codes, sizeof word);

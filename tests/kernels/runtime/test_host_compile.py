@@ -1,0 +1,99 @@
+"""The library in C is compiled once for a CPU; where it cannot be, the error says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inflight_kernels.runtime import host_compile
+from inflight_kernels.runtime.host_compile import HostCompileError, library
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, and no library loaded from another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.cache_clear()
+    yield tmp_path / "inflight" / "kernels"
+    library.cache_clear()
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_library_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library().grouped_linear  # noqa: B018
+    (entry,) = fresh.iterdir()
+    before = entry.stat().st_mtime_ns
+    library.cache_clear()
+    monkeypatch.setattr(host_compile, "_compile", pytest.fail)
+    library()
+    assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [before]
+
+
+def test_sources_have_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (*host_compile._OPTIONS, "-Wall", "-Wextra", "-Werror")
+    monkeypatch.setattr(host_compile, "_OPTIONS", options)
+    library()
+
+
+def test_processes_may_compile_at_once(fresh: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from inflight_kernels.runtime import host_compile as h; h.library()",
+    ]
+    running = [subprocess.Popen(command, env=os.environ) for _ in range(3)]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert len(list(fresh.iterdir())) == 1, "neither partial files nor further entries"
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc -O1")
+    with pytest.raises(HostCompileError, match=r"/nowhere/cc .*install a C compiler, such as gcc"):
+        library()
+
+
+def test_a_compilers_messages_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'test "$1" = --version && echo 1.0 && exit; echo "no such option" >&2; exit 1'
+    monkeypatch.setenv("CC", script(tmp_path, text))
+    with pytest.raises(HostCompileError, match=r"(?s)compiler .*failed:\nno such option"):
+        library()
+
+
+def test_another_compiler_makes_another_library(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library()
+    library.cache_clear()
+    monkeypatch.setenv("CC", script(tmp_path, 'exec cc "$@"'))
+    library()
+    assert len(list(fresh.iterdir())) == 2
+
+
+def test_a_damaged_entry_is_reported(fresh: Path) -> None:
+    """In other processes: this one would keep the library that it has loaded."""
+    command = [sys.executable, "-c", f"from {host_compile.__name__} import library; library()"]
+    subprocess.run(command, env=os.environ, check=True)
+    (entry,) = fresh.iterdir()
+    entry.write_bytes(b"no library")
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+    assert f"HostCompileError: {entry}" in done.stderr
+
+
+def test_a_cpu_without_these_vectors_computes_the_same() -> None:
+    """The tests of the kernels, in code for another CPU."""
+    folder = Path(__file__).parents[1] / "cpu_ops"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    command += ["-k", "any_shape or alone_and_in or single_rows or norm or exponentials"]
+    environment = os.environ | {"CC": "cc -mno-fma -mno-avx2 -mno-f16c"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
