@@ -12,6 +12,7 @@ import typer
 from inflight.cli import keys as key_commands
 from inflight.cli import options
 from inflight.cli.option_groups import expand_groups
+from inflight.core.openmp import limit_spinning
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

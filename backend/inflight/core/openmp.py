@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-# Iterations of some nanoseconds: a fraction of a millisecond, not the five by default. Until then an
-# idle thread takes a core from those of the next product, of our kernels or of another process. With
-# none, torch's products of small matrices wait for threads to wake.
+# Iterations of some nanoseconds: a fraction of a millisecond, instead of five. Until then an idle
+# thread takes a core from the next kernel's threads, or from another process. With none at all,
+# torch's products of small matrices wait for threads to wake.
 _SPINS = "20000"
 
 
