@@ -17,13 +17,13 @@ enum {
     SPINS_TO_YIELD = 500,  // of a caller that waits for the last tasks
 };
 
-// Bits 32 and up of a ticket count the changes of a job: odd while its fields are written. The others
-// are the index of the next task. A worker takes a task only if the number is still the one that it
-// saw before it read the fields.
+// Bits 32 and up of a ticket count the changes of a job: odd while its fields are written. The
+// others are the index of the next task. A worker takes a task only if the number is still the one
+// that it saw before it read the fields.
 static _Atomic uint64_t ticket = (uint64_t)1 << 32;
 static _Atomic uint32_t num_done;
 static _Atomic(Task) job_task;
-static _Atomic(const void *) job_context;
+static _Atomic(const void*) job_context;
 static _Atomic uint32_t job_count;
 static _Atomic int32_t job_workers;  // those with lower numbers work
 
@@ -35,7 +35,7 @@ static int32_t num_workers;
 
 static void work(uint32_t number) {
     Task task = job_task;
-    const void *context = job_context;
+    const void* context = job_context;
     uint32_t count = job_count;
     for (;;) {
         uint64_t taken = ticket;
@@ -55,13 +55,14 @@ static uint32_t wait_for_change(uint32_t seen) {
     pthread_mutex_lock(&lock);
     atomic_fetch_add(&num_sleeping, 1);
     uint32_t number;
-    while ((number = (uint32_t)(ticket >> 32)) == seen || number % 2) pthread_cond_wait(&wake, &lock);
+    while ((number = (uint32_t)(ticket >> 32)) == seen || number % 2)
+        pthread_cond_wait(&wake, &lock);
     atomic_fetch_sub(&num_sleeping, 1);
     pthread_mutex_unlock(&lock);
     return number;
 }
 
-static void *worker(void *argument) {
+static void* worker(void* argument) {
     int32_t own = (int32_t)(intptr_t)argument;
     for (uint32_t number = 0;;) {
         number = wait_for_change(number);
@@ -87,13 +88,13 @@ static void start_workers(int64_t wanted) {
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     while (num_workers < wanted && num_workers < MAX_WORKERS) {
         pthread_t thread;
-        if (pthread_create(&thread, &attributes, worker, (void *)(intptr_t)num_workers)) break;
+        if (pthread_create(&thread, &attributes, worker, (void*)(intptr_t)num_workers)) break;
         num_workers++;
     }
     pthread_attr_destroy(&attributes);
 }
 
-void pool_run(Task task, const void *context, int64_t count, int64_t threads) {
+void pool_run(Task task, const void* context, int64_t count, int64_t threads) {
     if (threads <= 1 || count <= 1 || pthread_mutex_trylock(&calling)) {
         for (int64_t index = 0; index < count; index++) task(context, index);
         return;
@@ -113,8 +114,10 @@ void pool_run(Task task, const void *context, int64_t count, int64_t threads) {
     }
     work(number);
     for (int spin = 0; num_done < (uint32_t)count; spin++) {
-        if (spin < SPINS_TO_YIELD) PAUSE();
-        else sched_yield();
+        if (spin < SPINS_TO_YIELD)
+            PAUSE();
+        else
+            sched_yield();
     }
     // Nobody takes a task any more, and nobody has one.
     ticket = (uint64_t)(number + 1) << 32;

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-typedef void (*Task)(const void *context, int64_t index);
+typedef void (*Task)(const void* context, int64_t index);
 
 // Run task(context, i) for i in 0..count-1 on at most so many threads, the caller among them.
-void pool_run(Task task, const void *context, int64_t count, int64_t threads);
+void pool_run(Task task, const void* context, int64_t count, int64_t threads);

@@ -1,19 +1,19 @@
-// Transformer operations on float32, for the few rows of a decode step, in which a call of torch takes
-// longer than the work. Definitions: torch_ops/transformer.py.
+// Transformer operations on float32, for the few rows of a decode step, in which a call of torch
+// takes longer than the work. Definitions: torch_ops/transformer.py.
+
+#include <math.h>
 
 #include "pool.h"
 #include "vectors.h"
 
-#include <math.h>
-
 // normed [rows, width] = norm(x + residual) * weight; total = x + residual. residual may be null.
-void rms_norm(const float *x, const float *residual, const float *weight, float eps, int64_t rows,
-              int64_t width, float *normed, float *total) {
+void rms_norm(const float* x, const float* residual, const float* weight, float eps, int64_t rows,
+              int64_t width, float* normed, float* total) {
     for (int64_t row = 0; row < rows; row++) {
-        const float *from = x + row * width;
+        const float* from = x + row * width;
         float *sums = total + row * width, *to = normed + row * width;
         if (residual) {
-            const float *beside = residual + row * width;
+            const float* beside = residual + row * width;
             for (int64_t i = 0; i < width; i++) sums[i] = from[i] + beside[i];
         } else {
             memcpy(sums, from, sizeof(float) * width);
@@ -33,8 +33,8 @@ void rms_norm(const float *x, const float *residual, const float *weight, float 
 }
 
 // Rotate heads [rows, heads, dim], `stride` apart, in place; cos and sin [rows, dim].
-void rotate(float *x, int64_t stride, const float *cos, const float *sin, int64_t rows, int64_t heads,
-            int64_t dim) {
+void rotate(float* x, int64_t stride, const float* cos, const float* sin, int64_t rows,
+            int64_t heads, int64_t dim) {
     int64_t half = dim / 2;
     for (int64_t row = 0; row < rows; row++) {
         const float *c = cos + row * dim, *s = sin + row * dim;
@@ -50,17 +50,17 @@ void rotate(float *x, int64_t stride, const float *cos, const float *sin, int64_
 }
 
 // Write rows [rows, width], `stride` apart, into slots of a layer's cache [slots, width].
-void write_rows(const float *from, int64_t stride, const int64_t *slots, int64_t rows, int64_t width,
-                float *cache) {
+void write_rows(const float* from, int64_t stride, const int64_t* slots, int64_t rows,
+                int64_t width, float* cache) {
     for (int64_t row = 0; row < rows; row++)
         memcpy(cache + slots[row] * width, from + row * stride, sizeof(float) * width);
 }
 
 // out [rows, width] = silu(gate) * up, of gate | up [rows, 2 * width]
-void silu_mul(const float *gate_up, int64_t rows, int64_t width, float *out) {
+void silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) {
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = gate_up + row * 2 * width, *up = gate + width;
-        float *to = out + row * width;
+        float* to = out + row * width;
         int64_t i = 0;
         for (; i + LANES <= width; i += LANES) {
             floats x = load(gate + i);
@@ -77,24 +77,24 @@ enum { MAX_GROUP = 16, MAX_DIM = 256 };
 
 typedef struct {
     const float *q, *k_cache, *v_cache;
-    float *out;
-    int64_t q_stride;           // floats from one row of q to the next
-    const int64_t *rows;        // of q and out
-    const int64_t *tables;      // [sequences, table_width], blocks of the sequence of each row
-    const int64_t *seq_lens;    // keys of each row
+    float* out;
+    int64_t q_stride;         // floats from one row of q to the next
+    const int64_t* rows;      // of q and out
+    const int64_t* tables;    // [sequences, table_width], blocks of the sequence of each row
+    const int64_t* seq_lens;  // keys of each row
     int64_t table_width, block_size, heads, kv_heads, dim, window;
     float scale;
 } Attention;
 
 // One row's query heads that share a key head: one pass over the keys, with a running maximum
 // (arXiv:2205.14135, its online softmax), block by block.
-static void attend_group(const void *context, int64_t index) {
-    const Attention *a = context;
+static void attend_group(const void* context, int64_t index) {
+    const Attention* a = context;
     int64_t sequence = index / a->kv_heads, kv_head = index % a->kv_heads;
     int64_t group = a->heads / a->kv_heads, dim = a->dim, step = a->kv_heads * dim;
     int64_t row = a->rows[sequence], seq_len = a->seq_lens[sequence];
-    const int64_t *table = a->tables + sequence * a->table_width;
-    const float *q = a->q + row * a->q_stride + kv_head * group * dim;
+    const int64_t* table = a->tables + sequence * a->table_width;
+    const float* q = a->q + row * a->q_stride + kv_head * group * dim;
     float most[MAX_GROUP], norm[MAX_GROUP];
     float sums[MAX_GROUP * MAX_DIM] __attribute__((aligned(64)));
     for (int64_t head = 0; head < group; head++) most[head] = -INFINITY, norm[head] = 0.0f;
@@ -105,10 +105,10 @@ static void attend_group(const void *context, int64_t index) {
         if (count > seq_len - first) count = seq_len - first;
         if (count > LANES) count = LANES;
         int64_t slot = table[first / a->block_size] * a->block_size + offset;
-        const float *keys = a->k_cache + slot * step + kv_head * dim;
-        const float *values = a->v_cache + slot * step + kv_head * dim;
+        const float* keys = a->k_cache + slot * step + kv_head * dim;
+        const float* values = a->v_cache + slot * step + kv_head * dim;
         for (int64_t head = 0; head < group; head++) {
-            const float *query = q + head * dim;
+            const float* query = q + head * dim;
             floats scores = splat(-INFINITY);
             for (int64_t key = 0; key < count; key++) {
                 floats products = splat(0.0f);
@@ -123,7 +123,7 @@ static void attend_group(const void *context, int64_t index) {
             float kept = exponential(splat(most[head] - highest))[0];
             most[head] = highest;
             norm[head] = norm[head] * kept + sum_of(weights);
-            float *sum = sums + head * dim;
+            float* sum = sums + head * dim;
             for (int64_t i = 0; i < dim; i += LANES) {
                 floats total = load(sum + i) * kept;
                 for (int64_t key = 0; key < count; key++)
@@ -133,12 +133,12 @@ static void attend_group(const void *context, int64_t index) {
         }
         first += count;
     }
-    float *out = a->out + row * a->heads * dim + kv_head * group * dim;
+    float* out = a->out + row * a->heads * dim + kv_head * group * dim;
     for (int64_t head = 0; head < group; head++)
         for (int64_t i = 0; i < dim; i++) out[head * dim + i] = sums[head * dim + i] / norm[head];
 }
 
 // Attention of single queries over the blocks of their sequences.
-void attend_rows(const Attention *attention, int64_t sequences, int64_t threads) {
+void attend_rows(const Attention* attention, int64_t sequences, int64_t threads) {
     pool_run(attend_group, attention, sequences * attention->kv_heads, threads);
 }

@@ -22,16 +22,16 @@ INLINE floats splat(float value) {
     return (floats){value, value, value, value, value, value, value, value};
 }
 
-INLINE floats load(const float *from) {
+INLINE floats load(const float* from) {
     floats found;
     memcpy(&found, from, sizeof found);
     return found;
 }
 
-INLINE void store(float *to, floats values) { memcpy(to, &values, sizeof values); }
+INLINE void store(float* to, floats values) { memcpy(to, &values, sizeof values); }
 
-// a * b + c, rounded once where the CPU can. Everywhere spelled out: left to the compiler, which of two
-// products is fused with a sum would depend on the code around it, and so would a row's result.
+// a * b + c, rounded once where the CPU can. Everywhere spelled out: left to the compiler, which of
+// two products is fused with a sum would depend on the code around it, and so would a row's result.
 INLINE floats fused(floats a, floats b, floats c) {
 #if defined(__FMA__)
     return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -57,8 +57,8 @@ INLINE floats larger(floats first, floats second) {
     return (floats)(((ints)first & is_first) | ((ints)second & ~is_first));
 }
 
-// e^x, off by at most two units in the last place: Cephes's polynomial on [-ln 2 / 2, ln 2 / 2], times
-// a power of two. Exactly 0 from -87.3 down, as results would be subnormal; NaN of NaN.
+// e^x, off by at most two units in the last place: Cephes's polynomial on [-ln 2 / 2, ln 2 / 2],
+// times a power of two. Exactly 0 from -87.3 down, as results would be subnormal; NaN of NaN.
 INLINE floats exponential(floats x) {
     ints is_zero = x < -87.33f;
     ints is_large = x > 88.72f;
