@@ -78,6 +78,10 @@ class Variant:
 
 
 REFERENCE = Variant("none")
+STORED = (
+    # Weights are the same; activations are rounded to 8 bits where they are multiplied.
+    Variant("stored", quantization="auto", gate=Gate(max_kl=0.001, min_same_top_1=0.99)),
+)
 LINEAR = (
     Variant("int8", quantization="int8", gate=Gate(max_kl=0.003, min_same_top_1=0.99)),
     Variant("fp8", quantization="fp8", gate=Gate(max_kl=0.015, min_same_top_1=0.97)),
@@ -86,7 +90,7 @@ KV = (
     Variant("kv-int8", kv_cache_dtype="int8", gate=Gate(max_kl=0.005, min_same_top_1=0.985)),
     Variant("kv-fp8", kv_cache_dtype="fp8", gate=Gate(max_kl=0.005, min_same_top_1=0.985)),
 )
-VARIANTS = (*LINEAR, *KV)
+VARIANTS = (*STORED, *LINEAR, *KV)
 
 
 class TextDecoder:
@@ -323,7 +327,8 @@ def conditions(tokens: int) -> dict[str, Any]:
             "teacher-forced on the CPU in float32; text: pydoc_data.topics of this Python, "
             f"sorted by name (SHA-256 {digest[:16]}). The reference, none, has the weights of the "
             "file dequantised to float32 and a KV cache in float32; int8 and fp8 are of linear "
-            "layers, kv-int8 and kv-fp8 of the KV cache; KL(reference || variant) in nats"
+            "layers, kv-int8 and kv-fp8 of the KV cache; stored keeps the file's 4 to 8 bits; "
+            "KL(reference || variant) in nats"
         ),
         "threads": torch.get_num_threads(),
     }

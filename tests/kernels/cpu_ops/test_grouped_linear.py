@@ -75,15 +75,16 @@ FORMS = {
 def test_products_are_those_of_the_dequantised_matrix(form: str, group: int) -> None:
     bits, parts = FORMS[form]
     matrix, whole = drawn(bits, 75, 256, group, **parts)  # type: ignore[arg-type]
-    bias = torch.randn(75)
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(75, generator=generator)
     for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 97, 200):
-        x = torch.randn(rows, 256)
+        x = torch.randn(rows, 256, generator=generator)
         found, read = product(matrix, x, bias), x if "levels" in form else rounded(x)
         expected = read.double() @ whole.double().T + bias
         terms = x.double().abs() @ whole.double().abs().T + bias.abs()
         assert ((found - expected).abs() <= 2**-17 * terms).all()
-        exact = x.double() @ whole.double().T + bias
-        assert (found - exact).square().mean().sqrt() < 0.015 * exact.square().mean().sqrt()
+    exact = x.double() @ whole.double().T + bias
+    assert (found - exact).square().mean().sqrt() < 0.01 * exact.square().mean().sqrt()
 
 
 @given(SHAPES, st.sampled_from(sorted(FORMS)), st.integers(0, 1 << 30))
