@@ -54,7 +54,7 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
         _check_same(checkpoint, stored, quantization)
         dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
         return GpuFormat(dtypes, weight_only=not is_hopper)
-    if quantization == "none" or stored is None or stored.block is not None:
+    if quantization == "none" or stored is None or stored.block is not None or not stored.dtypes:
         return GpuFormat()
     return GpuFormat(stored.dtypes, stored.weight_only or not is_hopper)
 
@@ -120,7 +120,7 @@ def _num_stored(checkpoint: Checkpoint, dtypes: frozenset[str]) -> int:
     return sum(
         math.prod(tensor.shape)
         for name, tensor in tensors.items()
-        if tensor.dtype in dtypes and name.startswith("model.layers.")
+        if tensor.dtype in dtypes and name.startswith("model.layers.") and name.endswith(".weight")
     )
 
 

@@ -1,4 +1,5 @@
-"""Formats of 8 bits are recognised; others are refused with their name."""
+"""Formats of 8 bits, and of codes with scales of groups, are recognised; others are refused with
+their name."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def refusal(folder: Path, **settings: Any) -> str:
         (BLOCK_FP8 | {"weight_block_size": [128]}, "FP8 (weight_block_size [128])"),
         (BLOCK_FP8 | {"weight_block_size": [128, 0]}, "FP8 (weight_block_size [128, 0])"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "compressed-tensors (format pack-quantized)",
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            "compressed-tensors (format marlin-24)",
         ),
         ({"quant_method": "mxfp4"}, "MXFP4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt (quant_algo NVFP4)"),

@@ -1,0 +1,78 @@
+"""Codes of matrices as files pack them.
+
+Words are little-endian, as safetensors files have them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.matrix import Matrix
+
+MIN_GROUP = 16
+"""Columns of the smallest group of a GroupedMatrix; what has smaller ones is dequantised."""
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat([E2M1, -E2M1])
+"""Values of FP4: a sign, two bits of exponent, one of mantissa."""
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Codes [rows, columns] uint8, the lowest bits of each byte or word first.
+
+    Args:
+        packed: [rows, n] uint8 or int32.
+        bits: of a code: 4 or 8.
+    """
+    octets = packed.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+
+
+def with_zeros(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor) -> GroupedMatrix:
+    """The matrix of values (code - zero) * scale.
+
+    A float32 holds zero * scale if the scale has 16 bits, so that nothing is rounded.
+
+    Args:
+        codes: [n, k] uint8.
+        bits: of a code.
+        scales: [n, k / group] float32.
+        zeros: as scales, any type.
+    """
+    return GroupedMatrix(codes, bits, scales, minimums=-(zeros.to(torch.float32) * scales))
+
+
+def in_order(matrix: GroupedMatrix, groups: Tensor) -> Matrix:
+    """A matrix whose columns of a group need not be neighbours.
+
+    Args:
+        matrix: with columns as they are stored; its scales are those of the groups.
+        groups: [k] int64, the group of each column, each within bounds.
+
+    Returns:
+        The matrix, its columns sorted by groups; dequantised if groups are not equally large.
+    """
+    k, num_groups = matrix.shape[1], matrix.scales.shape[1]
+    if not num_groups or not torch.equal(
+        torch.bincount(groups, minlength=num_groups),
+        torch.full((num_groups,), k // num_groups),
+    ):
+        scales = matrix.scales[:, groups]
+        values = (matrix.codes.to(torch.float32) - matrix.zero) * scales
+        return values if matrix.minimums is None else values + matrix.minimums[:, groups]
+    columns = groups.argsort(stable=True)
+    if torch.equal(columns, torch.arange(k)):
+        return matrix
+    return GroupedMatrix(
+        matrix.codes[:, columns],
+        matrix.bits,
+        matrix.scales,
+        matrix.minimums,
+        matrix.zero,
+        matrix.levels,
+        columns,
+    )
