@@ -116,9 +116,11 @@ def format_of(folder: Path) -> StoredFormat | None:
 def _supported(config: dict[str, Any]) -> StoredFormat | None:
     """The format that a quantization_config describes; None if it is not supported."""
     readers = {
+        "awq": _awq,
         "compressed-tensors": _compressed_tensors,
         "fbgemm_fp8": _fbgemm,
         "fp8": _fp8,
+        "gptq": _gptq,
         "modelopt": _modelopt,
     }
     reader = readers.get(str(config.get("quant_method")))
@@ -146,6 +148,20 @@ def _modelopt(config: dict[str, Any]) -> StoredFormat | None:
     if config.get("quant_algo") == "FP8":
         return StoredFormat("FP8 (ModelOpt)", frozenset({FP8}))
     return None
+
+
+def _awq(config: dict[str, Any]) -> StoredFormat | None:
+    return _in_groups("AWQ", layouts.awq(config))
+
+
+def _gptq(config: dict[str, Any]) -> StoredFormat | None:
+    return _in_groups("GPTQ", layouts.gptq(config))
+
+
+def _in_groups(writer: str, layout: Layout | None) -> StoredFormat | None:
+    if layout is None:
+        return None
+    return StoredFormat(f"{layout.label.upper()} ({writer})", frozenset(), layouts=(layout,))
 
 
 def _compressed_tensors(config: dict[str, Any]) -> StoredFormat | None:
@@ -232,6 +248,7 @@ def _refusal(
         f"{key}: {model_type} with weights in the format {name} is not supported; allowed: "
         "unquantised weights (BF16, F16, F32), FP8 (e4m3) and INT8 with one scale for each tensor, "
         "row or block (fp8, FBGEMM, compressed-tensors, ModelOpt), 4 and 8 bits with scales of "
-        "groups (compressed-tensors pack-quantized), and GGUF files in any of their formats; use "
-        "the model that was quantised, or a GGUF file of it, such as Q4_K_M or Q8_0"
+        "groups (compressed-tensors pack-quantized, GPTQ), 4 bits (AWQ gemm), and GGUF files in "
+        "any of their formats; use the model that was quantised, or a GGUF file of it, such as "
+        "Q4_K_M or Q8_0"
     )

@@ -32,8 +32,8 @@ def refusal(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"quant_method": "awq", "bits": 4}, "AWQ (bits 4)"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ (bits 4, group_size 128)"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ (bits 4, version gemv)"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "GPTQ (bits 3, group_size 128)"),
         (NF4, "bitsandbytes (load_in_4bit True, bnb_4bit_quant_type nf4)"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8"),
         (BLOCK_FP8 | {"weight_block_size": [128]}, "FP8 (weight_block_size [128])"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.layouts.parts import Parts
 from inflight.models.quantization.matrix import Matrix
 
 MIN_GROUP = 16
@@ -44,6 +45,18 @@ def with_zeros(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor) -> Group
         zeros: as scales, any type.
     """
     return GroupedMatrix(codes, bits, scales, minimums=-(zeros.to(torch.float32) * scales))
+
+
+def checked_groups(parts: Parts, name: str, groups: Tensor, num_groups: int) -> Tensor:
+    """The group of each column.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    if bool(((groups < 0) | (groups >= num_groups)).any()):
+        found = f"names groups from {int(groups.min())} to {int(groups.max())}"
+        raise parts.error(name, found, f"0 to {num_groups - 1}")
+    return groups
 
 
 def in_order(matrix: GroupedMatrix, groups: Tensor) -> Matrix:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
-from inflight.models.quantization.layouts import packed
+from inflight.models.quantization.layouts import awq, gptq, packed
 from inflight.models.quantization.layouts.layout import Kind, Layout
 from inflight.models.quantization.layouts.parts import Parts, StoredMatrix
 
 _READERS: dict[Kind, Callable[[Parts, list[Layout]], dict[str, StoredMatrix]]] = {
+    "awq": awq.matrices,
+    "gptq": gptq.matrices,
     "packed": packed.matrices,
 }
 

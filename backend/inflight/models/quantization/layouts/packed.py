@@ -11,11 +11,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from inflight.checkpoint.safetensors import WEIGHTS, StoredTensor
 from inflight.models.quantization.grouped import GroupedMatrix
-from inflight.models.quantization.layouts.codes import in_order, unpacked, with_zeros
+from inflight.models.quantization.layouts.codes import (
+    checked_groups,
+    in_order,
+    unpacked,
+    with_zeros,
+)
 from inflight.models.quantization.layouts.layout import Layout
 from inflight.models.quantization.layouts.parts import Parts, StoredMatrix
 from inflight.models.quantization.matrix import Matrix
@@ -97,15 +101,3 @@ def _read(
     if bool((groups == -1).all()):  # as models without an order were initialised
         return matrix
     return in_order(matrix, checked_groups(parts, f"{weight}_g_idx", groups, scales.shape[1]))
-
-
-def checked_groups(parts: Parts, name: str, groups: Tensor, num_groups: int) -> Tensor:
-    """The group of each column.
-
-    Raises:
-        ConfigError: there is no such group.
-    """
-    if bool(((groups < 0) | (groups >= num_groups)).any()):
-        found = f"names groups from {int(groups.min())} to {int(groups.max())}"
-        raise parts.error(name, found, f"0 to {num_groups - 1}")
-    return groups

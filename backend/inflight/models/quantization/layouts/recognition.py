@@ -11,6 +11,51 @@ FORMATS = ("pack-quantized",)
 """Of compressed-tensors."""
 _BITS = (4, 8)
 
+# What an entry of GPTQ's `dynamic` may say of its modules: tensors tell the first two, and the
+# others change no value's meaning.
+_DYNAMIC = {"bits", "group_size", "desc_act", "act_group_aware", "static_groups", "damp_percent"}
+
+
+def awq(config: Mapping[str, Any]) -> Layout | None:
+    """AutoAWQ's; None if it is another version than gemm, or not of 4 bits."""
+    bits = config.get("bits", config.get("w_bit", 4))
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    group = _group(config.get("group_size", config.get("q_group_size", 128)))
+    if version != "gemm" or bits != 4 or group is None or config.get("zero_point") is False:
+        return None
+    return Layout("awq", "int4", frozenset({4}), frozenset({group}), symmetric=False)
+
+
+def gptq(config: Mapping[str, Any]) -> Layout | None:
+    """AutoGPTQ's and GPTQModel's; None if it has other bits or another version, or if `dynamic`
+    changes what tensors do not tell."""
+    stored = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    dynamic = config.get("dynamic") or {}
+    if stored not in ("gptq", "gptq_v2") or not isinstance(dynamic, Mapping):
+        return None
+    kinds = [config]
+    for pattern, changes in dynamic.items():
+        if str(pattern).startswith("-"):
+            continue  # these modules are not quantised
+        if not isinstance(changes, Mapping) or not changes.keys() <= _DYNAMIC:
+            return None
+        kinds.append({**config, **changes})
+    bits = frozenset(kind["bits"] for kind in kinds if kind.get("bits") in _BITS)
+    sizes = [_group(kind.get("group_size", 128)) for kind in kinds]
+    groups = frozenset(size for size in sizes if size is not None)
+    others = [kind for kind in kinds if kind.get("bits") not in _BITS]
+    if others or None in sizes or config.get("pack_dtype", "int32") != "int32":
+        return None
+    return Layout(
+        "gptq",
+        " and ".join(f"int{each}" for each in sorted(bits)),
+        bits,
+        groups,
+        symmetric=bool(config.get("sym", True)),
+        stored_less=1 if stored == "gptq" else 0,
+        has_order=any(bool(kind.get("desc_act")) for kind in kinds),
+    )
+
 
 def compressed(weights: Mapping[str, Any], stored: str) -> Layout | None:
     """Of one group of compressed-tensors.

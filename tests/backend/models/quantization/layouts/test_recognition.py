@@ -91,3 +91,93 @@ def test_each_group_of_a_mixture_has_a_format_of_its_own(tmp_path: Path) -> None
 def test_other_packed_weights_are_refused(tmp_path: Path, weights: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"compressed-tensors \(format pack-quantized\)"):
         found(tmp_path, compressed(weights))
+
+
+# ---------------------------------------------------------------- AWQ and GPTQ
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+
+
+def awq(group: int = 128) -> Layout:
+    return Layout("awq", "int4", frozenset({4}), frozenset({group}), symmetric=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (AWQ, awq()),
+        (AWQ | {"version": "GEMM", "group_size": -1}, awq(ROW)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, awq(64)),
+    ],
+)
+def test_awq(tmp_path: Path, config: dict[str, Any], layout: Layout) -> None:
+    assert found(tmp_path, config) == StoredFormat("INT4 (AWQ)", frozenset(), layouts=(layout,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": "gemv"},
+        {"version": "marlin"},
+        {"bits": 8},
+        {"zero_point": False},
+        {"group_size": 0},
+    ],
+)
+def test_other_versions_of_awq_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"in the format AWQ \(bits"):
+        found(tmp_path, AWQ | changes)
+
+
+def gptq(bits: set[int] | None = None, groups: set[int] | None = None, **more: Any) -> Layout:
+    bits = bits or {4}
+    label = " and ".join(f"int{each}" for each in sorted(bits))
+    rest = {"stored_less": 1} | more
+    return Layout("gptq", label, frozenset(bits), frozenset(groups or {128}), **rest)
+
+
+MIXED = {"dynamic": {"+:.*down.*": {"bits": 8, "group_size": 32}, "-:.*gate.*": {}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, gptq()),
+        ({"checkpoint_format": "gptq"}, gptq()),
+        ({"checkpoint_format": "gptq_v2"}, gptq(stored_less=0)),
+        ({"format": "gptq_v2"}, gptq(stored_less=0)),
+        ({"sym": False}, gptq(symmetric=False)),
+        ({"desc_act": True, "static_groups": True}, gptq(has_order=True)),
+        ({"bits": 8, "group_size": -1}, gptq({8}, {ROW})),
+        (MIXED, gptq({4, 8}, {32, 128})),
+    ],
+)
+def test_gptq(tmp_path: Path, changes: dict[str, Any], layout: Layout) -> None:
+    expected = StoredFormat(f"{layout.label.upper()} (GPTQ)", frozenset(), layouts=(layout,))
+    assert found(tmp_path, GPTQ | changes) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bits": 2},
+        {"bits": 3},
+        {"bits": [4]},
+        {"checkpoint_format": "marlin"},
+        {"pack_dtype": "int16"},
+        {"group_size": None},
+        {"dynamic": {"+:.*": {"sym": False}}},
+        {"dynamic": {".*": {"bits": 2}}},
+        {"dynamic": {".*": 4}},
+        {"dynamic": ["-:.*"]},
+    ],
+)
+def test_other_kinds_of_gptq_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"in the format GPTQ \(bits"):
+        found(tmp_path, GPTQ | changes)
+
+
+def test_what_cannot_be_honoured_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dynamic \{'\+:x': \{'sym': False\}\}"):
+        found(tmp_path, GPTQ | {"dynamic": {"+:x": {"sym": False}}})
