@@ -117,11 +117,13 @@ def _supported(config: dict[str, Any]) -> StoredFormat | None:
     """The format that a quantization_config describes; None if it is not supported."""
     readers = {
         "awq": _awq,
+        "bitsandbytes": _bitsandbytes,
         "compressed-tensors": _compressed_tensors,
         "fbgemm_fp8": _fbgemm,
         "fp8": _fp8,
         "gptq": _gptq,
         "modelopt": _modelopt,
+        "mxfp4": _mxfp4,
     }
     reader = readers.get(str(config.get("quant_method")))
     return None if reader is None else reader(config)
@@ -147,7 +149,7 @@ def _fbgemm(config: dict[str, Any]) -> StoredFormat:
 def _modelopt(config: dict[str, Any]) -> StoredFormat | None:
     if config.get("quant_algo") == "FP8":
         return StoredFormat("FP8 (ModelOpt)", frozenset({FP8}))
-    return None
+    return _in_groups("ModelOpt", layouts.modelopt(config))
 
 
 def _awq(config: dict[str, Any]) -> StoredFormat | None:
@@ -156,6 +158,14 @@ def _awq(config: dict[str, Any]) -> StoredFormat | None:
 
 def _gptq(config: dict[str, Any]) -> StoredFormat | None:
     return _in_groups("GPTQ", layouts.gptq(config))
+
+
+def _bitsandbytes(config: dict[str, Any]) -> StoredFormat | None:
+    return _in_groups("bitsandbytes", layouts.bitsandbytes(config))
+
+
+def _mxfp4(config: dict[str, Any]) -> StoredFormat:
+    return StoredFormat("MXFP4", frozenset(), layouts=(layouts.mxfp4(config),))
 
 
 def _in_groups(writer: str, layout: Layout | None) -> StoredFormat | None:
@@ -248,7 +258,7 @@ def _refusal(
         f"{key}: {model_type} with weights in the format {name} is not supported; allowed: "
         "unquantised weights (BF16, F16, F32), FP8 (e4m3) and INT8 with one scale for each tensor, "
         "row or block (fp8, FBGEMM, compressed-tensors, ModelOpt), 4 and 8 bits with scales of "
-        "groups (compressed-tensors pack-quantized, GPTQ), 4 bits (AWQ gemm), and GGUF files in "
-        "any of their formats; use the model that was quantised, or a GGUF file of it, such as "
-        "Q4_K_M or Q8_0"
+        "groups (compressed-tensors pack-quantized, GPTQ), 4 bits (AWQ gemm, NF4 and FP4 of "
+        "bitsandbytes, NVFP4, MXFP4 of gpt-oss), and GGUF files in any of their formats; use the "
+        "model that was quantised, or a GGUF file of it, such as Q4_K_M or Q8_0"
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from inflight.errors import ConfigError
 from inflight.models.quantization.folder import QuantizedWeights
 from inflight.models.quantization.layouts.parts import StoredMatrix
 from inflight.models.quantization.matrix import Matrix, dequantized
@@ -20,14 +22,27 @@ class GroupedWeights:
     Args:
         matrices: the codes, by the name of the weight.
         rest: the other tensors.
+        path: of the folder, for errors.
 
     Attributes:
         shapes: as those of the model that was quantised.
+
+    Raises:
+        ConfigError: a weight is among both.
     """
 
     def __init__(
-        self, matrices: Mapping[str, StoredMatrix], rest: QuantizedWeights | TransposedExperts
+        self,
+        matrices: Mapping[str, StoredMatrix],
+        rest: QuantizedWeights | TransposedExperts,
+        path: Path,
     ) -> None:
+        for name in matrices:
+            if name in rest.shapes:
+                raise ConfigError(
+                    f"{path}: the weight {name!r} is stored twice, quantised and as it was; "
+                    "download the checkpoint again"
+                )
         self._matrices = matrices
         self._rest = rest
         self.shapes: dict[str, tuple[int, ...]] = {

@@ -106,8 +106,8 @@ def _folder_weights(path: Path, family: Family) -> Weights:
         return QuantizedWeights(kept, found, path)
     matrices, rest = find_matrices(kept, found.layouts, found.dtypes, path)
     if is_transposed and not found.dtypes:
-        return GroupedWeights(matrices, TransposedExperts(rest))
-    return GroupedWeights(matrices, QuantizedWeights(rest, found, path))
+        return GroupedWeights(matrices, TransposedExperts(rest), path)
+    return GroupedWeights(matrices, QuantizedWeights(rest, found, path), path)
 
 
 def check_shapes(

@@ -15,10 +15,6 @@ from inflight.models.quantization.matrix import Matrix
 MIN_GROUP = 16
 """Columns of the smallest group of a GroupedMatrix; what has smaller ones is dequantised."""
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-E2M1 = torch.cat([E2M1, -E2M1])
-"""Values of FP4: a sign, two bits of exponent, one of mantissa."""
-
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
     """Codes [rows, columns] uint8, the lowest bits of each byte or word first.

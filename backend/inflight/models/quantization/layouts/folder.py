@@ -6,14 +6,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from inflight.checkpoint.safetensors import StoredTensor
-from inflight.errors import ConfigError
-from inflight.models.quantization.layouts import awq, gptq, packed
+from inflight.models.quantization.layouts import awq, bitsandbytes, gptq, mxfp4, nvfp4, packed
 from inflight.models.quantization.layouts.layout import Kind, Layout
 from inflight.models.quantization.layouts.parts import Parts, StoredMatrix
 
 _READERS: dict[Kind, Callable[[Parts, list[Layout]], dict[str, StoredMatrix]]] = {
     "awq": awq.matrices,
+    "bitsandbytes": bitsandbytes.matrices,
     "gptq": gptq.matrices,
+    "mxfp4": mxfp4.matrices,
+    "nvfp4": nvfp4.matrices,
     "packed": packed.matrices,
 }
 
@@ -40,10 +42,4 @@ def find_matrices(
     found: dict[str, StoredMatrix] = {}
     for kind in sorted({layout.kind for layout in layouts}):
         found |= _READERS[kind](parts, [layout for layout in layouts if layout.kind == kind])
-    rest = parts.rest(dtypes)
-    for name in rest:
-        if name in found:
-            raise ConfigError(
-                f"{path}: the weight {name!r} is stored twice, quantised and as it was; remove one"
-            )
-    return found, rest
+    return found, parts.rest(dtypes)

@@ -7,9 +7,10 @@ from typing import Any
 
 from inflight.models.quantization.layouts.layout import ROW, Layout
 
-FORMATS = ("pack-quantized",)
+FORMATS = ("pack-quantized", "nvfp4-pack-quantized")
 """Of compressed-tensors."""
 _BITS = (4, 8)
+_MXFP4_GROUP, _NVFP4_GROUP = 32, 16
 
 # What an entry of GPTQ's `dynamic` may say of its modules: tensors tell the first two, and the
 # others change no value's meaning.
@@ -57,6 +58,25 @@ def gptq(config: Mapping[str, Any]) -> Layout | None:
     )
 
 
+def mxfp4(config: Mapping[str, Any]) -> Layout:
+    """Of gpt-oss: experts with a power of 2 for each 32 columns."""
+    return Layout("mxfp4", "mxfp4", frozenset({4}), frozenset({_MXFP4_GROUP}))
+
+
+def bitsandbytes(config: Mapping[str, Any]) -> Layout | None:
+    """Of 4 bits; None for LLM.int8. The size of blocks is stored beside each matrix."""
+    kind = str(config.get("bnb_4bit_quant_type", "fp4")).lower()
+    in_4_bits = config.get("load_in_4bit") or config.get("_load_in_4bit")
+    if not in_4_bits or config.get("load_in_8bit") or kind not in ("nf4", "fp4"):
+        return None
+    return Layout("bitsandbytes", kind, frozenset({4}), frozenset())
+
+
+def modelopt(config: Mapping[str, Any]) -> Layout | None:
+    """ModelOpt's NVFP4; None if it is another format."""
+    return _nvfp4() if config.get("quant_algo") == "NVFP4" else None
+
+
 def compressed(weights: Mapping[str, Any], stored: str) -> Layout | None:
     """Of one group of compressed-tensors.
 
@@ -67,6 +87,10 @@ def compressed(weights: Mapping[str, Any], stored: str) -> Layout | None:
     kind, bits, strategy = (weights.get(key) for key in ("type", "num_bits", "strategy"))
     if weights.get("dynamic"):
         return None
+    if stored == "nvfp4-pack-quantized":
+        is_nvfp4 = (kind, bits, strategy) == ("float", 4, "tensor_group")
+        has_groups = weights.get("group_size") in (None, _NVFP4_GROUP)
+        return _nvfp4() if is_nvfp4 and has_groups and weights.get("symmetric", True) else None
     group = ROW if strategy == "channel" else _group(weights.get("group_size"))
     if kind != "int" or bits not in _BITS or strategy not in ("group", "channel") or group is None:
         return None
@@ -78,6 +102,10 @@ def compressed(weights: Mapping[str, Any], stored: str) -> Layout | None:
         symmetric=bool(weights.get("symmetric", True)),
         has_order=weights.get("actorder") not in (None, False, "weight", "static"),
     )
+
+
+def _nvfp4() -> Layout:
+    return Layout("nvfp4", "nvfp4", frozenset({4}), frozenset({_NVFP4_GROUP}))
 
 
 def _group(size: Any) -> int | None:

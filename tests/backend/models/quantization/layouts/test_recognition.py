@@ -181,3 +181,54 @@ def test_other_kinds_of_gptq_are_refused(tmp_path: Path, changes: dict[str, Any]
 def test_what_cannot_be_honoured_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dynamic \{'\+:x': \{'sym': False\}\}"):
         found(tmp_path, GPTQ | {"dynamic": {"+:x": {"sym": False}}})
+
+
+# ---------------------------------------------------------------- 4-bit floats
+
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FP4 = {"quant_method": "bitsandbytes", "_load_in_4bit": True}
+
+
+def four(kind: Any, label: str, groups: set[int]) -> Layout:
+    return Layout(kind, label, frozenset({4}), frozenset(groups))
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "layout"),
+    [
+        (
+            compressed(NVFP4, format="nvfp4-pack-quantized"),
+            "NVFP4 (compressed-tensors)",
+            four("nvfp4", "nvfp4", {16}),
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "NVFP4 (ModelOpt)",
+            four("nvfp4", "nvfp4", {16}),
+        ),
+        ({"quant_method": "mxfp4"}, "MXFP4", four("mxfp4", "mxfp4", {32})),
+        (NF4, "NF4 (bitsandbytes)", four("bitsandbytes", "nf4", set())),
+        (FP4, "FP4 (bitsandbytes)", four("bitsandbytes", "fp4", set())),
+    ],
+)
+def test_floats_of_4_bits(
+    tmp_path: Path, config: dict[str, Any], name: str, layout: Layout
+) -> None:
+    assert found(tmp_path, config) == StoredFormat(name, frozenset(), layouts=(layout,))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        NF4 | {"bnb_4bit_quant_type": "int4"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        compressed(NVFP4 | {"group_size": 32}, format="nvfp4-pack-quantized"),
+        compressed(NVFP4 | {"type": "int"}, format="nvfp4-pack-quantized"),
+        compressed(NVFP4 | {"symmetric": False}, format="nvfp4-pack-quantized"),
+    ],
+)
+def test_other_floats_of_4_bits_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is not supported; allowed: unquantised weights"):
+        found(tmp_path, config)
