@@ -83,7 +83,7 @@ class CudaPlacement:
         tensors = [dequantized(part) for part in weights]
         return CudaLinear(self._joined(tensors), bias, self._batch_invariant)
 
-    def _quantized(self, weights: Sequence[Matrix]) -> QuantizedMatrix | list[Tensor]:
+    def _quantized(self, weights: Sequence[Matrix]) -> QuantizedMatrix | Sequence[Matrix]:
         moved = [_moved(part, self._device) for part in weights]
         return in_one_format(moved, self._quantization)
 

@@ -27,7 +27,7 @@ from inflight.models.layers.weights import (
     MoeWeights,
 )
 from inflight.models.loader import CpuPlacement, Progress, load_weights
-from inflight.models.quantization.choice import UNQUANTISED, linear_format
+from inflight.models.quantization.choice import UNQUANTISED, linear_format, rounds_weights
 from inflight.models.spec import (
     Activation,
     AttentionSpec,
@@ -93,6 +93,8 @@ class Decoder:
         self._ropes = RotaryTables(spec, max_len, dtype)
         if linear_format(checkpoint, quantization) == UNQUANTISED:
             quantization = "none"
+        elif quantization == "int4" and not rounds_weights(checkpoint, quantization):
+            quantization = "auto"
         self.weights: ModelWeights[CpuWeight, CpuExperts] = load_weights(
             checkpoint, spec, CpuPlacement(dtype, quantization), progress
         )

@@ -39,6 +39,7 @@ from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
     column_parts,
+    dequantized,
     in_one_format,
     row_parts,
     stored_kind,
@@ -140,7 +141,7 @@ class CpuPlacement:
         parts = in_one_format(weights, self._quantization)
         if isinstance(parts, QuantizedMatrix):
             return CpuQuantizedLinear(parts, bias)
-        return CpuLinear(self._joined(parts), bias)
+        return CpuLinear(self._joined([dequantized(part) for part in parts]), bias)
 
     def experts(self, count: int, parts: Iterator[ExpertParts]) -> CpuExperts:
         return [
@@ -236,6 +237,12 @@ def linear_names(spec: ModelSpec) -> set[str]:
         for slot in _slots(spec, index)
         if slot.partition(".")[0] in _LINEAR
     }
+
+
+def linear_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Shapes of the weights of `linear_names`."""
+    shapes = weight_shapes(spec)
+    return {name: shapes[name] for name in linear_names(spec)}
 
 
 _QKV = ("q", "q_a", "kv_a", "k", "v")

@@ -16,6 +16,7 @@ from inflight.models.spec import ModelSpec
 
 UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}
+_INT4: Quantization = "int4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,15 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
         is_hopper: whether the GPU is one.
 
     Raises:
-        ConfigError: see `linear_format`.
+        ConfigError: see `linear_format`; or there are no products for the setting.
     """
     stored = _stored_format(checkpoint)
+    if quantization == _INT4:
+        _check_same(checkpoint, stored, quantization)
+        raise ConfigError(
+            f"quantization: {quantization} is not supported on GPUs; allowed there: auto, none, "
+            "fp8, int8; use fp8, or device: cpu"
+        )
     if quantization in _NAMES.values():
         _check_same(checkpoint, stored, quantization)
         dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
@@ -60,24 +67,30 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
 
 
 def linear_format(checkpoint: Checkpoint, quantization: Quantization) -> str:
-    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, both, or
-    UNQUANTISED for 16 or 32 bits.
+    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, those of values
+    in groups such as int4, or several of them; UNQUANTISED for 16 or 32 bits.
 
     Args:
         checkpoint: the model's files.
         quantization: the setting.
 
     Raises:
-        ConfigError: the checkpoint is quantised to other values of 8 bits than those of the
-            setting.
+        ConfigError: the checkpoint is quantised to other values than those of the setting.
     """
     stored = _stored_format(checkpoint)
-    if quantization in _NAMES.values():
+    if quantization in (*_NAMES.values(), _INT4):
         _check_same(checkpoint, stored, quantization)
-        return quantization
-    if quantization == "none" or stored is None or not stored.is_executable:
+        return quantization if stored is None else " and ".join(_names(stored))
+    if quantization == "none" or stored is None:
         return UNQUANTISED
-    return " and ".join(_NAMES[dtype] for dtype in sorted(stored.dtypes))
+    names = _names(stored) if stored.is_executable else stored.labels
+    return " and ".join(names) or UNQUANTISED
+
+
+def rounds_weights(checkpoint: Checkpoint, quantization: Quantization) -> bool:
+    """Whether the setting rounds weights to 4 bits, which changes what a model says. Folders of 4
+    bits are left as they are, also the layers that they have in 16: their authors chose them."""
+    return quantization == _INT4 and _stored_format(checkpoint) is None
 
 
 def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantization) -> int:
@@ -93,12 +106,13 @@ def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantiz
     Raises:
         ConfigError: see `linear_format`; or the files are corrupt.
     """
-    name = linear_format(checkpoint, quantization)
-    if name == UNQUANTISED:
-        return 0
-    if name == quantization:
+    linear_format(checkpoint, quantization)
+    if quantization in _NAMES.values():
         return spec.quantizable_elements
-    return _num_stored(checkpoint, frozenset(_NAMES))
+    stored = _stored_format(checkpoint)
+    if quantization != "auto" or stored is None or not stored.is_executable:
+        return 0
+    return _num_stored(checkpoint, stored.dtypes)
 
 
 def num_quantized_on_gpu(
@@ -133,11 +147,24 @@ def _stored_format(checkpoint: Checkpoint) -> StoredFormat | None:
 def _check_same(
     checkpoint: Checkpoint, stored: StoredFormat | None, quantization: Quantization
 ) -> None:
-    names = [] if stored is None else [_NAMES[dtype] for dtype in stored.dtypes]
-    if stored is not None and names != [quantization]:
-        allowed = ["auto", "none", *(names if len(names) == 1 else ())]
+    if stored is None:
+        return
+    same = _names(stored)
+    if stored.layouts:
+        same = [_INT4] if not stored.dtypes and stored.bits == {4} else []
+    if same != [quantization]:
+        allowed = ["auto", "none", *(same if len(same) == 1 else ())]
         raise ConfigError(
             f"quantization: {quantization} is not supported for {checkpoint.path}, whose weights "
             f"are quantised already: {stored.name}; allowed for it: {', '.join(allowed)}; for "
             f"{quantization}, use the model with weights of 16 bits"
         )
+
+
+def _names(stored: StoredFormat) -> list[str]:
+    """Of values, as in settings or as files call them."""
+    return list(dict.fromkeys((*_names_of_8_bits(stored), *stored.labels)))
+
+
+def _names_of_8_bits(stored: StoredFormat) -> list[str]:
+    return [_NAMES[dtype] for dtype in sorted(stored.dtypes)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inflight.config import Quantization
 from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.rounding import group_of, quantize_groups
 from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
 
 DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -104,18 +105,23 @@ def dequantized(matrix: Matrix) -> Tensor:
 
 def in_one_format(
     parts: Sequence[Matrix], quantization: Quantization
-) -> QuantizedMatrix | list[Tensor]:
+) -> QuantizedMatrix | list[GroupedMatrix] | list[Tensor]:
     """The parts of a fused linear layer in the format in which it runs.
 
     Args:
         parts: one or more, of the same width.
-        quantization: `none` dequantises all of them, `auto` those that differ in format; `fp8` and
-            `int8` quantise those that are not quantised.
+        quantization: `none` dequantises all of them, `auto` those that differ in format; `fp8`,
+            `int8` and `int4` quantise those that are not quantised.
 
     Returns:
-        All parts as one matrix with 8-bit values, concatenated along rows; or the parts, each in
-        16 or 32 bits.
+        All parts as one matrix with 8-bit values, concatenated along rows; with `int4` the parts,
+        each in groups, if its width allows it; or the parts, each in 16 or 32 bits.
     """
+    if quantization == "int4":
+        rounded = [_in_groups(part) for part in parts]
+        in_groups = [part for part in rounded if part is not None]
+        all_are = len(in_groups) == len(parts)
+        return in_groups if all_are else [dequantized(part) for part in parts]
     wanted = DTYPES.get(quantization)
     if wanted is not None:
         parts = [part if _has_dtype(part, wanted) else _requantized(part, wanted) for part in parts]
@@ -129,6 +135,14 @@ def in_one_format(
         torch.cat([part.values for part in quantised]),
         torch.cat([part.scales for part in quantised]),
     )
+
+
+def _in_groups(part: Matrix) -> GroupedMatrix | None:
+    """Rounded to 4 bits if it is not in groups; None if its width does not allow it."""
+    if isinstance(part, GroupedMatrix):
+        return part
+    group = group_of(part.shape[1])
+    return None if group is None else quantize_groups(dequantized(part), group)
 
 
 def _has_dtype(part: Matrix, dtype: torch.dtype) -> bool:

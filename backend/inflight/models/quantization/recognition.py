@@ -68,6 +68,11 @@ class StoredFormat:
         return bool(self.dtypes) and self.block is None and not self.weight_only
 
     @property
+    def bits(self) -> frozenset[int]:
+        """Of codes in groups."""
+        return frozenset[int]().union(*(layout.bits for layout in self.layouts))
+
+    @property
     def labels(self) -> list[str]:
         """Of values in groups, such as int4."""
         labels = {label for layout in self.layouts for label in layout.label.split(" and ")}

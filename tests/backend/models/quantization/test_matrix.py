@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import Quantization
+from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.matrix import (
     DTYPES,
     Matrix,
@@ -15,6 +16,7 @@ from inflight.models.quantization.matrix import (
     in_one_format,
     quantize,
 )
+from inflight.models.quantization.rounding import quantize_groups
 
 FP8, INT8 = DTYPES["fp8"], DTYPES["int8"]
 
@@ -60,6 +62,7 @@ def test_parts_that_differ_are_dequantised(
 ) -> None:
     found = in_one_format(parts, quantization)
     assert isinstance(found, list)
+    part: Tensor
     for part, given in zip(found, parts, strict=True):
         expected = given.dequantized() if isinstance(given, QuantizedMatrix) else given
         assert torch.equal(part, expected)
@@ -76,6 +79,19 @@ def test_the_setting_quantises_the_parts_that_are_not(kind: Quantization) -> Non
             found.split([4, 6]), (quantize(plain, DTYPES[kind]), stored), strict=True
         )
     )
+
+
+def test_int4_rounds_the_parts_that_are_not_in_groups() -> None:
+    plain, stored = drawn(4).bfloat16(), quantize_groups(drawn(6, seed=1), 32)
+    first, second = in_one_format([plain, stored], "int4")
+    assert isinstance(first, GroupedMatrix) and second is stored
+    assert torch.equal(first.dequantized(), quantize_groups(plain, 32).dequantized())
+
+
+def test_int4_leaves_widths_that_have_no_groups() -> None:
+    weight = torch.randn(4, 48)
+    (found,) = in_one_format([weight], "int4")
+    assert found is weight
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(FP8, 1 / 16), (INT8, 1 / 254)])

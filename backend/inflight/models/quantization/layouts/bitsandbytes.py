@@ -21,9 +21,8 @@ import torch
 
 from inflight.checkpoint.safetensors import WEIGHTS, StoredTensor
 from inflight.models.quantization.grouped import GroupedMatrix
-from inflight.models.quantization.layouts.codes import MIN_GROUP
 from inflight.models.quantization.layouts.layout import Layout
-from inflight.models.quantization.layouts.parts import Parts, StoredMatrix
+from inflight.models.quantization.layouts.parts import MIN_GROUP, Parts, StoredMatrix
 from inflight.models.quantization.matrix import Matrix
 
 _BITS = 4

@@ -12,9 +12,6 @@ from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.layouts.parts import Parts
 from inflight.models.quantization.matrix import Matrix
 
-MIN_GROUP = 16
-"""Columns of the smallest group of a GroupedMatrix; what has smaller ones is dequantised."""
-
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
     """Codes [rows, columns] uint8, the lowest bits of each byte or word first.

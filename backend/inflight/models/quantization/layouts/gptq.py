@@ -61,21 +61,23 @@ def _matrix(parts: Parts, module: str, layout: Layout) -> StoredMatrix:
         k = order.shape[0]
         bits = widths[k]
     # Groups at the end may be smaller.
-    counts = sorted({-(-k // group) for group in layout.group_sizes(k)})
-    scales = parts.take(f"{module}scales", WEIGHTS, [(count, n) for count in counts])
+    sizes = {-(-k // group): min(group, k) for group in layout.group_sizes(k)}
+    scales = parts.take(f"{module}scales", WEIGHTS, [(count, n) for count in sizes])
     num_groups = scales.shape[0]
     zeros = parts.take(f"{module}qzeros", ("I32",), [(num_groups, -(-n * bits // 32))])
-    read = partial(_read, parts, module, layout, bits, (packed, zeros, scales, order))
-    return StoredMatrix((n, k), bits, -(-k // num_groups), not layout.symmetric, read)
+    bits_and_group = (bits, sizes[num_groups])
+    read = partial(_read, parts, module, layout, bits_and_group, (packed, zeros, scales, order))
+    return StoredMatrix((n, k), *bits_and_group, not layout.symmetric, read)
 
 
 def _read(
     parts: Parts,
     module: str,
     layout: Layout,
-    bits: int,
+    bits_and_group: tuple[int, int],
     tensors: tuple[StoredTensor, StoredTensor, StoredTensor, StoredTensor | None],
 ) -> Matrix:
+    bits, group = bits_and_group
     packed, stored_zeros, stored_scales, order = tensors
     codes = unpacked(packed.read().T, bits)
     scales = parts.finite(stored_scales.read(), f"{module}scales").T.contiguous()
@@ -88,8 +90,7 @@ def _read(
     if order is not None:
         groups = order.read().to(torch.int64)
         return in_order(matrix, checked_groups(parts, f"{module}g_idx", groups, num_groups))
-    k = codes.shape[1]
-    return in_order(matrix, torch.arange(k) // -(-k // num_groups))
+    return in_order(matrix, torch.arange(codes.shape[1]) // group)
 
 
 def _zeros(packed: Tensor, n: int, bits: int, layout: Layout) -> Tensor | None:

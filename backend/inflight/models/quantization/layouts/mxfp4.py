@@ -13,12 +13,12 @@ from functools import partial
 import torch
 
 from inflight.checkpoint.safetensors import StoredTensor
+from inflight.models.family import MAX_EXPERTS
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.layouts.codes import unpacked
 from inflight.models.quantization.layouts.floats import E2M1, E8M0
 from inflight.models.quantization.layouts.layout import Layout
 from inflight.models.quantization.layouts.parts import Parts, StoredMatrix
-from inflight.models.stored.stack import is_stack
 
 _BITS, _GROUP = 4, 32
 _STACK = re.compile(r".+\.experts\.(gate_up|down)_proj")
@@ -39,7 +39,8 @@ def matrices(parts: Parts, layouts: list[Layout]) -> dict[str, StoredMatrix]:
         match, name = _STACK.fullmatch(stem), f"{stem}_blocks"
         blocks = parts.take(name, ("U8",))
         shape = blocks.shape
-        if match is None or not is_stack(shape, 4) or shape[3] != _GROUP // 2:
+        is_stack = len(shape) == 4 and 0 not in shape and shape[0] <= MAX_EXPERTS
+        if match is None or not is_stack or shape[3] != _GROUP // 2:
             raise parts.error(name, f"has the shape {list(shape)}", "experts' [E, n, k / 32, 16]")
         scales = parts.take(f"{stem}_scales", ("U8",), [shape[:3]])
         for expert in range(shape[0]):

@@ -15,6 +15,9 @@ from inflight.models.quantization.matrix import Matrix
 
 Shape = tuple[int, ...]
 
+MIN_GROUP = 16
+"""Columns of the smallest group of a GroupedMatrix; what has smaller ones is dequantised."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
@@ -33,6 +36,11 @@ class StoredMatrix:
     group: int
     has_minimums: bool
     read: Callable[[], Matrix]
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it can be read as a GroupedMatrix; otherwise it is dequantised."""
+        return self.group >= MIN_GROUP and self.shape[1] % self.group == 0
 
 
 class Parts:
