@@ -116,15 +116,17 @@ def _linear_layers(one: Summary) -> str:
         return ""
     if linear.format != UNQUANTISED:
         name = " and ".join(one.upper() for one in linear.format.split(" and "))
-        kept = "activations in 16 bits" if linear.weight_only else "activations quantised per token"
-        how = f"{name}, {kept}"
+        width = 32 if one.memory.dtype == "float32" else 16
+        kept = "quantised per token" if not linear.weight_only else f"in {width} bits"
+        rounded = ", rounded when loaded (lossy)" if linear.is_rounded else ""
+        how = f"{name}{rounded}, activations {kept}"
     else:
         is_stored_quantised = one.stored_types.keys() - {"F32", "F16", "BF16"}
         how = "dequantised" if is_stored_quantised else "not quantised"
     sizes = ", ".join(
         f"{size(value)} on a {device.upper()}" for device, value in linear.weight_bytes.items()
     )
-    return f"{how}; {linear.bits} bits a value; weights of the model {sizes}"
+    return f"{how}; {linear.bits:g} bits a value; weights of the model {sizes}"
 
 
 def _attention(one: Attention) -> str:

@@ -13,7 +13,9 @@ from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES, gpu_pool_bytes, num_kv_blocks
 from inflight.kv.layout import KVTables
+from inflight.models.loader import linear_shapes
 from inflight.models.quantization.choice import num_quantized
+from inflight.models.quantization.grouped_memory import GroupedSize, grouped_size
 from inflight.models.spec import ModelSpec
 from inflight.supervision.host_memory import HostMemory
 
@@ -99,7 +101,8 @@ def plan_memory(
         weight_bytes = 0
         if config.device != "echo":
             in_8_bits = num_quantized(checkpoint, spec, config.quantization)
-            weight_bytes = host_weight_bytes(config.dtype, num_parameters, in_8_bits)
+            in_groups = grouped_size(checkpoint, linear_shapes(spec), config.quantization)
+            weight_bytes = host_weight_bytes(config.dtype, num_parameters, in_8_bits, in_groups)
         num_blocks = num_kv_blocks(config, block_bytes)
         machine_bytes = _available_bytes()
     return MemoryPlan(
@@ -121,10 +124,20 @@ def plan_memory(
     )
 
 
-def host_weight_bytes(dtype: str, num_parameters: int, num_in_8_bits: int) -> int:
-    """Of a model on a CPU, where values of 8 bits are kept in float32."""
+def host_weight_bytes(
+    dtype: str, num_parameters: int, num_in_8_bits: int, in_groups: GroupedSize
+) -> int:
+    """Of a model on a CPU, where values of 8 bits with scales of rows are kept in float32.
+
+    Args:
+        dtype: of weights that are not quantised.
+        num_parameters: of the model.
+        num_in_8_bits: of them, with scales of rows.
+        in_groups: those with scales of groups.
+    """
     item_bytes = _ITEM_BYTES[dtype]
-    return item_bytes * num_parameters + (_ITEM_BYTES["float32"] - item_bytes) * num_in_8_bits
+    more_bytes = (_ITEM_BYTES["float32"] - item_bytes) * num_in_8_bits
+    return item_bytes * (num_parameters - in_groups.num_values) + more_bytes + in_groups.num_bytes
 
 
 def shortage(plans: list[MemoryPlan]) -> str:

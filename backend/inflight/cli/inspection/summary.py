@@ -17,8 +17,14 @@ from inflight.cli.inspection.memory_plan import MemoryPlan, host_weight_bytes, p
 from inflight.config import EngineConfig, KVDtype
 from inflight.execution import factory
 from inflight.models.gpu_support import gpu_obstacle
-from inflight.models.loader import weight_shapes
-from inflight.models.quantization.choice import UNQUANTISED, linear_format, num_quantized
+from inflight.models.loader import linear_shapes, weight_shapes
+from inflight.models.quantization.choice import (
+    UNQUANTISED,
+    linear_format,
+    num_quantized,
+    rounds_weights,
+)
+from inflight.models.quantization.grouped_memory import grouped_size
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import LatentSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
@@ -60,17 +66,20 @@ class LinearLayers(msgspec.Struct, frozen=True, kw_only=True):
     """How a model's linear layers run, the output layer excepted.
 
     Attributes:
-        format: fp8, int8 or both; none for the dtype of activations.
-        weight_only: whether activations keep 16 bits where weights have 8; otherwise both are of
-            the same type.
-        bits: of a value of their weights.
-        weight_bytes: of all weights of the model, by device. A GPU has 1 byte for a value of 8
-            bits, a CPU 4.
+        format: fp8, int8 or both, or one of values in groups such as int4; none for the dtype of
+            activations.
+        weight_only: whether activations keep 16 or 32 bits where weights have fewer; otherwise both
+            are of the same type.
+        is_rounded: whether weights are rounded to 4 bits when they are loaded.
+        bits: of a value of their weights, with its part of the scales of groups.
+        weight_bytes: of all weights of the model, by device that runs them so. A GPU has 1 byte for
+            a value of 8 bits, a CPU 4, or with scales of groups what `bits` says.
     """
 
     format: str
     weight_only: bool
-    bits: int
+    is_rounded: bool
+    bits: float
     weight_bytes: dict[str, int]
 
 
@@ -269,21 +278,32 @@ def _linear_layers(
     memory: MemoryPlan,
 ) -> LinearLayers:
     found, weight_only = linear_format(checkpoint, config.quantization), False
+    is_rounded = rounds_weights(checkpoint, config.quantization)
     if config.device == "echo":  # computes nothing, and the folder may have no weights
-        return LinearLayers(format=found, weight_only=False, bits=0, weight_bytes={})
+        return LinearLayers(
+            format=found, weight_only=False, is_rounded=is_rounded, bits=0, weight_bytes={}
+        )
     in_8_bits = num_quantized(checkpoint, spec, config.quantization)
+    in_groups = grouped_size(checkpoint, linear_shapes(spec), config.quantization)
     on_cpu = "float32" if memory.on_gpu else memory.dtype
+    weight_bytes = {"cpu": host_weight_bytes(on_cpu, num_parameters, in_8_bits, in_groups)}
+    if config.quantization != "int4":  # for which GPUs have no products
+        weight_bytes["gpu"] = factory.gpu_weight_bytes(config, checkpoint, spec)
+    bits: float = {"float32": 32, "bfloat16": 16}[memory.dtype]
     if memory.on_gpu:
         on_gpu = factory.gpu_linear_format(config, checkpoint)
         found, weight_only = on_gpu.name, on_gpu.weight_only
+        bits = 8 if found != UNQUANTISED else bits
+    elif in_groups.num_values:
+        bits, weight_only = round(in_groups.bits_per_value, 2), True
+    elif found != UNQUANTISED:
+        bits = 8
     return LinearLayers(
         format=found,
         weight_only=weight_only,
-        bits=8 if found != UNQUANTISED else {"float32": 32, "bfloat16": 16}[memory.dtype],
-        weight_bytes={
-            "cpu": host_weight_bytes(on_cpu, num_parameters, in_8_bits),
-            "gpu": factory.gpu_weight_bytes(config, checkpoint, spec),
-        },
+        is_rounded=is_rounded,
+        bits=bits,
+        weight_bytes=weight_bytes,
     )
 
 
