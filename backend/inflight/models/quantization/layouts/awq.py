@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from inflight.checkpoint.safetensors import WEIGHTS, StoredTensor
 from inflight.models.quantization.grouped import GroupedMatrix
-from inflight.models.quantization.layouts.codes import unpacked, with_zeros
+from inflight.models.quantization.layouts.codes import octets_of, with_zeros
 from inflight.models.quantization.layouts.layout import Layout
 from inflight.models.quantization.layouts.parts import Parts, StoredMatrix
 
 _BITS, _PER_WORD = 4, 8
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Of columns, in words."""
+_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Of the places of a word."""
 
 
 def matrices(parts: Parts, layouts: list[Layout]) -> dict[str, StoredMatrix]:
@@ -59,13 +60,19 @@ def _read(
 ) -> GroupedMatrix:
     packed, zeros, scales = tensors
     return with_zeros(
-        _columns(packed.read()).T.contiguous(),
+        _rows(packed.read()),
         _BITS,
         parts.finite(scales.read(), f"{module}scales").T.contiguous(),
-        _columns(zeros.read()).T,
+        _rows(zeros.read()),
     )
 
 
-def _columns(packed: Tensor) -> Tensor:
-    """[m, n / 8] int32 as [m, n] codes, in order."""
-    return unpacked(packed, _BITS).view(len(packed), -1, _PER_WORD)[:, :, _PLACES].flatten(1)
+def _rows(packed: Tensor) -> Tensor:
+    """[m, n / 8] int32 as [n, m] codes, in order."""
+    octets = octets_of(packed.T).view(packed.shape[1], len(packed), 4)
+    codes = torch.empty(packed.shape[1], _PER_WORD, len(packed), dtype=torch.uint8)
+    for at, octet in enumerate(octets.permute(2, 0, 1).contiguous()):
+        low, high = _COLUMNS[2 * at : 2 * at + 2]
+        torch.bitwise_and(octet, 15, out=codes[:, low])
+        torch.bitwise_right_shift(octet, _BITS, out=codes[:, high])
+    return codes.flatten(0, 1)

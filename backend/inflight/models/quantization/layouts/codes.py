@@ -20,10 +20,16 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
         packed: [rows, n] uint8 or int32.
         bits: of a code: 4 or 8.
     """
-    octets = packed.contiguous().view(torch.uint8)
+    octets = octets_of(packed)
     if bits == 8:
         return octets
     return torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+
+
+def octets_of(packed: Tensor) -> Tensor:
+    """The bytes [rows, columns] uint8 of a matrix [rows, n], the lowest of each word first."""
+    # Flat first: a matrix of one column may be contiguous whatever its strides.
+    return packed.contiguous().view(-1).view(torch.uint8).view(len(packed), -1)
 
 
 def with_zeros(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor) -> GroupedMatrix:

@@ -87,6 +87,12 @@ def test_a_word_has_the_first_code_in_its_lowest_bits() -> None:
     assert unpacked(word, 8).tolist() == [[0x10, 0x32, 0x54, 0x76], [0x98, 0xBA, 0xDC, 0xFE]]
 
 
+def test_a_transposed_row_is_unpacked() -> None:
+    """It is contiguous, though its strides are not those of a column."""
+    row = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    assert unpacked(row.T, 8)[:, 0].tolist() == [1, 2, 3]
+
+
 @settings(deadline=None)
 @given(
     bits=st.sampled_from([4, 8]),
