@@ -188,7 +188,7 @@ def _compressed_tensors(config: dict[str, Any]) -> StoredFormat | None:
         or not isinstance(sparsity, dict)
         or sparsity.get("format", "dense") != "dense"
         or config.get("transform_config")
-        or config.get("quantization_status", "compressed") != "compressed"
+        or config.get("quantization_status", "compressed") not in _statuses(config)
     ):
         return None
     default = str(config.get("format"))
@@ -206,6 +206,12 @@ def _compressed_tensors(config: dict[str, Any]) -> StoredFormat | None:
         any(part.weight_only for part in in_8_bits),
         tuple(dict.fromkeys(layout for part in found for layout in part.layouts)),
     )
+
+
+def _statuses(config: dict[str, Any]) -> tuple[str, ...]:
+    """Of weights that are stored quantised; the first versions wrote packed ones as frozen."""
+    is_packed = config.get("format") in layouts.FORMATS
+    return ("compressed", "frozen") if is_packed else ("compressed",)
 
 
 def _compressed_group(group: Any, default_format: str) -> StoredFormat | None:

@@ -32,7 +32,9 @@ def gptq(config: Mapping[str, Any]) -> Layout | None:
     changes what tensors do not tell."""
     stored = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
     dynamic = config.get("dynamic") or {}
-    if stored not in ("gptq", "gptq_v2") or not isinstance(dynamic, Mapping):
+    if stored not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        return None
+    if not isinstance(dynamic, Mapping):
         return None
     kinds = [config]
     for pattern, changes in dynamic.items():
@@ -85,6 +87,8 @@ def compressed(weights: Mapping[str, Any], stored: str) -> Layout | None:
         stored: its format, one of FORMATS.
     """
     kind, bits, strategy = (weights.get(key) for key in ("type", "num_bits", "strategy"))
+    if strategy is None and weights.get("group_size"):
+        strategy = "group"
     if weights.get("dynamic"):
         return None
     if stored == "nvfp4-pack-quantized":

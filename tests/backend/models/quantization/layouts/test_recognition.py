@@ -46,6 +46,8 @@ def packed(bits: int = 4, group: int = 128, **more: Any) -> Layout:
         (compressed({"group_size": -1}), "INT4", (packed(group=ROW),)),
         (compressed({"actorder": "group"}), "INT4", (packed(has_order=True),)),
         (compressed({"actorder": "weight"}), "INT4", (packed(),)),
+        (compressed({"strategy": None}), "INT4", (packed(),)),
+        (compressed(quantization_status="frozen"), "INT4", (packed(),)),
         (
             compressed({}, {"num_bits": 8, "group_size": 64}),
             "INT4 and INT8",
@@ -165,6 +167,7 @@ def test_gptq(tmp_path: Path, changes: dict[str, Any], layout: Layout) -> None:
         {"bits": 3},
         {"bits": [4]},
         {"checkpoint_format": "marlin"},
+        {"is_marlin_format": True},
         {"pack_dtype": "int16"},
         {"group_size": None},
         {"dynamic": {"+:.*": {"sym": False}}},
