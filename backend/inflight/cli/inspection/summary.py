@@ -295,7 +295,7 @@ def _linear_layers(
         found, weight_only = on_gpu.name, on_gpu.weight_only
         bits = 8 if found != UNQUANTISED else bits
     elif in_groups.num_values:
-        bits, weight_only = round(in_groups.bits_per_value, 2), True
+        bits, weight_only = round(in_groups.bits_per_value, 3), True
     elif found != UNQUANTISED:
         bits = 8
     return LinearLayers(

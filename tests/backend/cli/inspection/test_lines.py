@@ -130,7 +130,7 @@ def test_weights_in_groups_are_told(tmp_path: Path) -> None:
     on_cpu = 4 * (found.num_parameters - linear) + int(bits / 8)
     assert found.memory.weight_bytes == on_cpu
     expected = "INT4, rounded when loaded (lossy), activations in 32 bits"
-    expected += f"; {round(bits / linear, 2):g} bits a value"
+    expected += f"; {round(bits / linear, 3):g} bits a value"
     size_ = f"weights of the model {size(on_cpu)} on a CPU"
     assert f"linear layers: {expected}; {size_}\n" in shown(found, is_terminal=False)
 
