@@ -53,9 +53,10 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
     stored = _stored_format(checkpoint)
     if quantization == _INT4:
         _check_same(checkpoint, stored, quantization)
+        allowed = ["fp8", "int8", "auto", "none"] if stored is None else ["auto", "none"]
         raise ConfigError(
-            f"quantization: {quantization} is not supported on GPUs; allowed there: auto, none, "
-            "fp8, int8; use fp8, or device: cpu"
+            f"quantization: {quantization} is not supported on GPUs; allowed there: "
+            f"{', '.join(allowed)}; use {allowed[0]}, or device: cpu"
         )
     if quantization in _NAMES.values():
         _check_same(checkpoint, stored, quantization)

@@ -117,7 +117,7 @@ def test_int4_rounds_weights_of_16_bits_on_cpus_alone(tmp_path: Path) -> None:
     assert rounds_weights(checkpoint, "int4") and not rounds_weights(checkpoint, "fp8")
     assert num_quantized(checkpoint, read_spec(checkpoint), "int4") == 0
     message = (
-        "quantization: int4 is not supported on GPUs; allowed there: auto, none, fp8, int8; use "
+        "quantization: int4 is not supported on GPUs; allowed there: fp8, int8, auto, none; use "
         "fp8, or device: cpu"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -131,6 +131,8 @@ def test_int4_leaves_folders_of_4_bits_as_they_are(
     checkpoint = in_groups(tmp_path, config)
     assert linear_format(checkpoint, "int4") == name
     assert not rounds_weights(checkpoint, "int4")
+    with pytest.raises(ConfigError, match="allowed there: auto, none; use auto, or device: cpu"):
+        gpu_format(checkpoint, "int4", is_hopper=True)
 
 
 @pytest.mark.parametrize(
