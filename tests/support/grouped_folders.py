@@ -16,6 +16,7 @@ from transformers import Qwen3Config
 import family
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.loader import weight_shapes
+from inflight.models.quantization import compressed
 from inflight.models.registry import read_spec
 from inflight.models.stored.weights import Weights, open_weights
 
@@ -39,6 +40,28 @@ def write(model: Any, folder: Path, config: dict[str, Any], encode: Encode) -> d
         tensors |= encode(name.removesuffix("weight"), tensors.pop(name))
     save(tensors, folder)
     return tensors
+
+
+def write_mixed(folder: Path) -> dict[str, Tensor]:
+    """FP8 in attention, 4 bits in MLPs."""
+    schemes = {
+        kind: compressed.config(kind, {32: ["x"]}, [])["config_groups"]["group_0"]
+        for kind in ("fp8", "int4")
+    }
+    schemes["fp8"]["format"], schemes["int4"]["format"] = "float-quantized", "pack-quantized"
+    schemes["int4"]["weights"]["group_size"] = 64
+    second = json.loads(json.dumps(schemes["int4"]))
+    second["weights"]["group_size"] = 32
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {"a": schemes["fp8"], "b": schemes["int4"], "c": second},
+    }
+
+    def encode(module: str, weight: Tensor) -> dict[str, Tensor]:
+        return compressed.tensors(f"{module}weight", weight, "fp8" if "attn" in module else "int4")
+
+    return write(qwen3(), folder, config, encode)
 
 
 def save(tensors: dict[str, Tensor], folder: Path) -> None:

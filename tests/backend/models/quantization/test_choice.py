@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+import grouped_folders as folders
 import quantized_models
 import tiny
 import tiny_gguf
@@ -20,7 +21,9 @@ from inflight.errors import ConfigError
 from inflight.execution import factory
 from inflight.models.loader import linear_names, linear_shapes
 from inflight.models.quantization.choice import (
+    CpuFormat,
     GpuFormat,
+    cpu_format,
     gpu_format,
     kept_in_layers,
     kept_outside_layers,
@@ -29,7 +32,7 @@ from inflight.models.quantization.choice import (
     num_quantized_on_gpu,
     rounds_weights,
 )
-from inflight.models.quantization.grouped_memory import KeptValues
+from inflight.models.quantization.grouped_memory import KeptValues, rounded_layers
 from inflight.models.quantization.recognition import INT8
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
@@ -110,6 +113,11 @@ def test_groups_stay_on_cpus_and_are_dequantised_on_gpus(
     spec = read_spec(checkpoint)
     assert linear_format(checkpoint, "auto") == name
     assert linear_format(checkpoint, "none") == "none"
+    assert linear_format(checkpoint, "auto", keeps_groups=False) == "none"
+    for keeps_groups in (True, False):
+        found = cpu_format(checkpoint, "auto", keeps_groups=keeps_groups)
+        assert found == CpuFormat("none", keeps_groups)
+    assert cpu_format(checkpoint, "none", keeps_groups=True) == CpuFormat("none", False)
     assert num_quantized(checkpoint, spec, "auto") == 0  # with scales of rows
     for is_hopper in (True, False):
         assert gpu_format(checkpoint, "auto", is_hopper) == GpuFormat()
@@ -118,6 +126,10 @@ def test_groups_stay_on_cpus_and_are_dequantised_on_gpus(
 def test_int4_rounds_weights_of_16_bits_on_cpus_alone(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, "none")
     assert linear_format(checkpoint, "int4") == "int4"
+    assert linear_format(checkpoint, "int4", keeps_groups=False) == "none"
+    for keeps_groups in (True, False):
+        found = cpu_format(checkpoint, "int4", keeps_groups=keeps_groups)
+        assert found == CpuFormat("int4", keeps_groups)
     assert rounds_weights(checkpoint, "int4") and not rounds_weights(checkpoint, "fp8")
     assert num_quantized(checkpoint, read_spec(checkpoint), "int4") == 0
     message = (
@@ -135,6 +147,7 @@ def test_int4_leaves_folders_of_4_bits_as_they_are(
     checkpoint = in_groups(tmp_path, config)
     assert linear_format(checkpoint, "int4") == name
     assert not rounds_weights(checkpoint, "int4")
+    assert cpu_format(checkpoint, "int4", keeps_groups=True) == CpuFormat("none")
     with pytest.raises(ConfigError, match="allowed there: auto, none; use auto, or device: cpu"):
         gpu_format(checkpoint, "int4", is_hopper=True)
 
@@ -260,6 +273,44 @@ def test_a_gguf_file_keeps_its_bits_unless_the_setting_says_otherwise(
     in_8_bits = spec.quantizable_elements if expected == setting != "none" else 0
     assert num_quantized(checkpoint, spec, setting) == in_8_bits
     assert gpu_format(checkpoint, "auto", True) == GpuFormat()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "bits", "outside"),
+    [(Kind.Q4_1, "Q4_1", 5, 5), (Kind.Q8_0, "int4", None, 8.5), (Kind.BF16, "int4", None, 0)],
+)
+def test_int4_rounds_what_has_more_bits_in_a_file(
+    tmp_path: Path, kind: Kind, expected: str, bits: float | None, outside: float
+) -> None:
+    checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf", kind)
+    spec = read_spec(checkpoint)
+    shapes = linear_shapes(spec)
+    assert linear_format(checkpoint, "int4") == expected
+    assert rounds_weights(checkpoint, "int4") == (expected == "int4")
+    found = kept_in_layers(checkpoint, spec, shapes, "int4")
+    assert found.types == (expected,)
+    assert found.num_values == spec.quantizable_elements
+    if bits is None:
+        assert found == rounded_layers(shapes.values())
+    else:
+        assert found.bits == bits
+    assert kept_outside_layers(checkpoint, spec, "int4").bits == outside
+    for kept in (
+        kept_in_layers(checkpoint, spec, shapes, "int4", keeps_groups=False),
+        kept_outside_layers(checkpoint, spec, "int4", keeps_groups=False),
+    ):
+        assert kept == KeptValues()
+
+
+def test_8_bits_and_groups_are_named_together(tmp_path: Path) -> None:
+    folders.write_mixed(tmp_path)
+    checkpoint = Checkpoint(tmp_path, "huggingface")
+    assert linear_format(checkpoint, "auto") == "fp8 and int4"
+    assert linear_format(checkpoint, "auto", keeps_groups=False) == "fp8"
+    assert cpu_format(checkpoint, "auto", keeps_groups=False) == CpuFormat("auto", False)
+    quantized_models.keep_activations(tmp_path)
+    assert linear_format(checkpoint, "auto") == "int4"
+    assert cpu_format(checkpoint, "auto", keeps_groups=True) == CpuFormat("none")
 
 
 def test_weights_that_are_drawn_have_no_types(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def test_without_codes_a_weight_has_no_bits() -> None:
     assert KeptValues().bits == 0
 
 
-def written(folder: Path, group: int, bits: int = 4) -> tuple[Checkpoint, ModelSpec]:
+def written(
+    folder: Path, group: int, bits: int = 4, **changes: Any
+) -> tuple[Checkpoint, ModelSpec]:
     """GPTQ, symmetric, with q in 16 bits."""
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True}
 
@@ -57,7 +60,7 @@ def written(folder: Path, group: int, bits: int = 4) -> tuple[Checkpoint, ModelS
             f"{module}scales": torch.ones(count, n),
         }
 
-    folders.write(folders.qwen3(), folder, config, encode)
+    folders.write(folders.qwen3(**changes), folder, config, encode)
     checkpoint = Checkpoint(folder, "huggingface")
     return checkpoint, read_spec(checkpoint)
 
@@ -90,6 +93,20 @@ def test_matrices_that_are_dequantised_do_not_count(tmp_path: Path) -> None:
     found = kept(checkpoint, spec, "auto")
     assert found.num_values == num_values(spec, "q_proj", "down_proj")
     assert kept(checkpoint, spec, "none") == KeptValues()
+    settings: list[Quantization] = ["auto", "int4"]
+    for setting in settings:
+        shapes = linear_shapes(spec)
+        found = kept_in_layers(checkpoint, spec, shapes, setting, keeps_groups=False)
+        assert found == KeptValues()
+
+
+@pytest.mark.parametrize(("group", "leaves_out"), [(16, ["q_proj"]), (20, [""])])
+def test_groups_that_kernels_do_not_take_do_not_count(
+    tmp_path: Path, group: int, leaves_out: list[str]
+) -> None:
+    """Of 64, 80 and 128 columns: only those of 80 are groups of 20, no multiple of 8."""
+    checkpoint, spec = written(tmp_path, group, intermediate_size=80)
+    assert kept(checkpoint, spec, "auto").num_values == num_values(spec, *leaves_out)
 
 
 def test_the_setting_rounds_all_linear_layers(tmp_path: Path) -> None:

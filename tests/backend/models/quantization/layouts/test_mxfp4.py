@@ -34,8 +34,11 @@ MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def write(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """A folder as the hub has it, and the model of what transformers makes of its experts."""
-    model = family.make(GptOssConfig(**SETTINGS, num_experts_per_tok=2))
+    """A folder as the hub has it, and the model of what transformers makes of its experts.
+
+    Tokens have all experts, so that no choice changes where activations are rounded.
+    """
+    model = family.make(GptOssConfig(**SETTINGS, num_experts_per_tok=4))
     model.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": CONFIG}))
