@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Quantization = Literal["auto", "none", "fp8", "int8"]
+Quantization = Literal["auto", "none", "fp8", "int8", "int4"]
 KVDtype = Dtype | Literal["fp8", "int8"]
 """Of keys and values."""
 
@@ -205,8 +205,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Setting(
             "Of linear layers, the output layer excepted. `fp8` and `int8` quantise weights of 16 "
             "or 32 bits when they are loaded, with a scale for each output channel, and "
-            "activations per token, which on GPUs other than Hopper's keep 16 bits; `none` "
-            "dequantises; `auto` is as the checkpoint stores them."
+            "activations per token, which on GPUs other than Hopper's keep 16 bits; `int4`, on "
+            "CPUs, rounds weights to 4 bits, with a scale and a minimum for each group of up to "
+            "128 columns, which changes outputs (lossy), and leaves activations as they are; "
+            "`none` dequantises; `auto` is as the checkpoint stores them."
         ),
     ] = "auto"
     num_threads: Annotated[

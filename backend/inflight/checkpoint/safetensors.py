@@ -26,9 +26,14 @@ WEIGHTS = ("F32", "F16", "BF16")
 """Dtypes of weights."""
 TABLES = ("I64", "I32", "BOOL")
 """Dtypes of id and bit tables."""
-QUANTIZED = ("F8_E4M3", "I8")
-"""Dtypes of quantised weights."""
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1, "F8_E4M3": 1, "I8": 1}
+QUANTIZED = ("F8_E4M3", "I8", "U8", "I32", "I64")
+"""Dtypes of quantised weights, and of what belongs to them."""
+_ITEM_BYTES = {
+    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("F16", "BF16"), 2),
+    **dict.fromkeys(("BOOL", "F8_E4M3", "I8", "U8"), 1),
+    "I64": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)

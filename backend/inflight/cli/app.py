@@ -249,11 +249,11 @@ def quantize(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder or a model's name.")],
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     format_: Annotated[
-        str, typer.Option("--format", metavar="fp8|int8", help="Of the weights.")
+        str, typer.Option("--format", metavar="fp8|int8|int4", help="Of the weights.")
     ] = "fp8",
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a model's checkpoint with linear layers of 8 bits, in half the space."""
+    """Write a model's checkpoint with linear layers of 8 bits, in half the space, or of 4."""
     from inflight.cli.checkpoints import quantize as writing
 
     writing.run(model, target, format_, as_json=json_)

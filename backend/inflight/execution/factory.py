@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,12 +31,15 @@ from inflight.models.quantization.choice import (
     check_setting,
     gpu_format,
     num_quantized_on_gpu,
+    rounds_weights,
 )
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight_kernels.runtime import architectures
 
 Progress = Callable[[str, float], None]
+
+logger = logging.getLogger(__name__)
 
 
 class ResolvedDevice(NamedTuple):
@@ -194,6 +198,12 @@ def build(
         manifest.check(checkpoint, progress)
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
     check_setting(checkpoint, config.quantization)
+    if rounds_weights(checkpoint, config.quantization):
+        logger.warning(
+            "quantization: %s rounds weights to 4 bits as they are loaded, which changes outputs "
+            "(lossy); a checkpoint that was calibrated for 4 bits changes less",
+            config.quantization,
+        )
     if config.device == "echo":
         progress("weights", 1.0)
         return EchoRunner(config, spec), spec

@@ -28,7 +28,7 @@ from inflight.models.layers.weights import (
     MoeWeights,
 )
 from inflight.models.loader import CpuPlacement, Progress, load_weights
-from inflight.models.quantization.choice import UNQUANTISED, linear_format
+from inflight.models.quantization.choice import cpu_format
 from inflight.models.spec import (
     Activation,
     AttentionSpec,
@@ -93,10 +93,9 @@ class Decoder:
         self._aux_layers: tuple[int, ...] = ()
         self._ropes = RotaryTables(spec, max_len, dtype)
         self._ops = cpu_ops(dtype)
-        if linear_format(checkpoint, quantization, keeps_groups=has_kernels()) == UNQUANTISED:
-            quantization = "none"
+        found = cpu_format(checkpoint, quantization, keeps_groups=has_kernels())
         self.weights: ModelWeights[CpuWeight, CpuExperts, CpuEmbedding] = load_weights(
-            checkpoint, spec, CpuPlacement(dtype, quantization, has_kernels()), progress
+            checkpoint, spec, CpuPlacement(dtype, found), progress
         )
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import Quantization
 from inflight.models.family import WHOLE_TENSORS
 from inflight.models.layers.linear import CpuEmbedding, CpuWeight
 from inflight.models.layers.norm import NormWeights
@@ -35,6 +34,7 @@ from inflight.models.layers.weights import (
     MoeWeights,
     X,
 )
+from inflight.models.quantization.choice import CpuFormat
 from inflight.models.quantization.grouped import GroupedMatrix, joined_kinds
 from inflight.models.quantization.grouped_cpu import (
     CpuGroupedLinear,
@@ -48,6 +48,7 @@ from inflight.models.quantization.matrix import (
     column_parts,
     dequantized,
     in_one_format,
+    rounded,
     row_parts,
     stored_kind,
 )
@@ -61,6 +62,8 @@ from inflight_kernels.torch_ops.transformer import pack
 Progress = Callable[[str, float], None]
 
 M = TypeVar("M", Tensor, Matrix)
+
+_AS_STORED = CpuFormat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +137,13 @@ class CpuPlacement:
 
     Args:
         dtype: of weights that are not quantised, and of activations.
-        quantization: of linear layers, as in settings.
-        keeps_groups: whether `GroupedMatrix` stays as it is stored, as far as there are kernels.
+        linear: how linear layers run. Groups for which there are no kernels are dequantised; those
+            of an embedding and an output layer stay if those of linear layers do.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        quantization: Quantization = "auto",
-        keeps_groups: bool = True,
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, linear: CpuFormat = _AS_STORED) -> None:
         self._dtype = dtype
-        self._quantization = quantization
-        self._keeps_groups = keeps_groups and quantization != "none"
+        self._linear = linear
 
     def table(self, stored: Tensor) -> Tensor:
         # A copy even if the dtype is the same: the weights must not depend on the mapped file.
@@ -158,10 +155,12 @@ class CpuPlacement:
 
     def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CpuWeight:
         bias = self._joined(biases) if biases else None
+        if self._linear.quantization == "int4":
+            weights = [rounded(part) for part in weights]
         grouped = self._kept(weights)
         if grouped:
             return CpuGroupedLinear([PackedPart(part) for part in joined_kinds(grouped)], bias)
-        parts = in_one_format(weights, self._quantization)
+        parts = in_one_format(weights, self._linear.quantization)
         if isinstance(parts, QuantizedMatrix):
             return CpuQuantizedLinear(parts, bias)
         return CpuLinear(self._joined(parts), bias)
@@ -195,11 +194,11 @@ class CpuPlacement:
         return self.embedding(stored).as_linear()
 
     def _kept(self, weights: Sequence[Matrix]) -> list[GroupedMatrix]:
-        """The parts of a layer if all of them stay as they are stored; otherwise none."""
+        """The parts of a layer if all of them stay in groups; otherwise none."""
+        if not self._linear.keeps_groups:
+            return []
         kept = [part for part in weights if isinstance(part, GroupedMatrix) and is_supported(part)]
-        if self._keeps_groups and self._quantization == "auto" and len(kept) == len(weights):
-            return kept
-        return []
+        return kept if len(kept) == len(weights) else []
 
     def _joined(self, stored: Sequence[Tensor]) -> Tensor:
         return torch.cat([self.table(part) for part in stored])
@@ -279,6 +278,12 @@ def linear_names(spec: ModelSpec) -> set[str]:
         for slot in _slots(spec, index)
         if slot.partition(".")[0] in _LINEAR
     }
+
+
+def linear_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Shapes of the weights of `linear_names`."""
+    shapes = weight_shapes(spec)
+    return {name: shapes[name] for name in linear_names(spec)}
 
 
 _QKV = ("q", "q_a", "kv_a", "k", "v")

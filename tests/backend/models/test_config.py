@@ -98,7 +98,7 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
         ({"model_type": 7}, "model_type: 7 is not a string"),
         ({"model_type": "unheard_of"}, "'unheard_of' is not supported; allowed: cohere, "),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),
         (
             {"model_type": "mistral", "sliding_window": -1},
             "sliding_window: -1; allowed: an integer of at least 1",

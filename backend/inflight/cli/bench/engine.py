@@ -109,7 +109,8 @@ def run(
     """
     config = settings.parse(raw, "settings")
     checkpoint = dataclasses.replace(locate(config.model), random_weights=config.random_weights)
-    keeps_groups = config.device == "cpu"  # a GPU may be chosen otherwise, which dequantises
+    # A GPU may be chosen otherwise, which dequantises, but for int4, which GPUs refuse.
+    keeps_groups = config.device == "cpu" or config.quantization == "int4"
     quant = linear_format(checkpoint, config.quantization, keeps_groups=keeps_groups)
     found: list[dict[str, Any]] = []
     if start:  # first: afterwards this process holds the GPU's memory

@@ -1,4 +1,4 @@
-"""`inflight quantize`: writes a checkpoint with weights of 8 bits."""
+"""`inflight quantize`: writes a checkpoint with weights of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from inflight.checkpoint.locate import locate
 from inflight.errors import ConfigError
 from inflight.models.loader import linear_names
+from inflight.models.quantization.compressed import KINDS
 from inflight.models.quantization.recognition import format_of
-from inflight.models.quantization.writer import KINDS, quantize_folder
+from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 
 
@@ -24,7 +25,7 @@ def run(model: str, target: Path, kind: str, *, as_json: bool) -> None:
     Args:
         model: a Hugging Face folder, or the name of a downloaded model.
         target: the folder to write.
-        kind: fp8 or int8.
+        kind: fp8, int8 or int4.
         as_json: print one JSON object.
 
     Raises:

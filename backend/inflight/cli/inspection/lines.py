@@ -120,7 +120,8 @@ def _linear_layers(one: Summary) -> str:
         name = " and ".join(kind.upper() for kind in linear.format.split(" and "))
         wide = 32 if one.memory.dtype == "float32" else 16
         kept = f"in {wide} bits" if linear.weight_only else "quantised per token"
-        how = f"{name}, activations {kept}"
+        rounded = ", rounded when loaded (lossy)" if linear.is_rounded else ""
+        how = f"{name}{rounded}, activations {kept}"
     else:
         is_stored_quantised = one.stored_types.keys() - {"F32", "F16", "BF16"}
         how = "dequantised" if is_stored_quantised else "not quantised"

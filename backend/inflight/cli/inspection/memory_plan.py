@@ -13,6 +13,7 @@ from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES, gpu_pool_bytes, num_kv_blocks
 from inflight.kv.layout import KVTables
+from inflight.models.loader import linear_shapes
 from inflight.models.quantization.choice import (
     kept_in_layers,
     kept_outside_layers,
@@ -146,8 +147,11 @@ def host_weight_bytes(
     item_bytes, quantization = _ITEM_BYTES[config.dtype], config.quantization
     in_8_bits = num_quantized(checkpoint, spec, quantization)
     num_bytes = item_bytes * num_parameters + (_ITEM_BYTES["float32"] - item_bytes) * in_8_bits
-    for kept_in in (kept_in_layers, kept_outside_layers):
-        kept = kept_in(checkpoint, spec, quantization, keeps_groups=keeps_groups)
+    shapes = linear_shapes(spec)
+    for kept in (
+        kept_in_layers(checkpoint, spec, shapes, quantization, keeps_groups=keeps_groups),
+        kept_outside_layers(checkpoint, spec, quantization, keeps_groups=keeps_groups),
+    ):
         num_bytes += kept.num_bytes - item_bytes * kept.num_values
     return num_bytes
 

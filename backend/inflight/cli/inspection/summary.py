@@ -17,8 +17,13 @@ from inflight.cli.inspection.memory_plan import MemoryPlan, host_weight_bytes, p
 from inflight.config import EngineConfig, KVDtype
 from inflight.execution import factory
 from inflight.models.gpu_support import gpu_obstacle
-from inflight.models.loader import weight_shapes
-from inflight.models.quantization.choice import UNQUANTISED, kept_in_layers, linear_format
+from inflight.models.loader import linear_shapes, weight_shapes
+from inflight.models.quantization.choice import (
+    UNQUANTISED,
+    kept_in_layers,
+    linear_format,
+    rounds_weights,
+)
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import LatentSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
@@ -61,17 +66,19 @@ class LinearLayers(msgspec.Struct, frozen=True, kw_only=True):
     """How a model's linear layers run, the output layer excepted.
 
     Attributes:
-        format: fp8, int8 or both, or the types of a GGUF file that are kept; none for the dtype of
-            activations.
+        format: fp8, int8 or both, or the types that are kept in groups, such as int4 or those of a
+            GGUF file; none for the dtype of activations.
         weight_only: whether activations keep 16 or 32 bits where weights have fewer; otherwise
             both are of the same type.
+        is_rounded: whether weights are rounded to 4 bits when they are loaded.
         bits: of a value of their weights; with its share of scales where these are of groups.
-        weight_bytes: of all weights of the model, by device. For a value of 8 bits with scales of
-            rows, a GPU has 1 byte, a CPU 4.
+        weight_bytes: of all weights of the model, by device that runs them so. For a value of 8
+            bits with scales of rows, a GPU has 1 byte, a CPU 4.
     """
 
     format: str
     weight_only: bool
+    is_rounded: bool
     bits: float
     weight_bytes: dict[str, int]
 
@@ -271,25 +278,29 @@ def _linear_layers(
     memory: MemoryPlan,
 ) -> LinearLayers:
     found, weight_only = linear_format(checkpoint, config.quantization), False
+    is_rounded = rounds_weights(checkpoint, config.quantization)
     if config.device == "echo":  # computes nothing, and the folder may have no weights
-        return LinearLayers(format=found, weight_only=False, bits=0, weight_bytes={})
+        return LinearLayers(
+            format=found, weight_only=False, is_rounded=is_rounded, bits=0, weight_bytes={}
+        )
     bits: float = 8 if found != UNQUANTISED else _BITS[memory.dtype]
-    kept = kept_in_layers(checkpoint, spec, config.quantization)
+    kept = kept_in_layers(checkpoint, spec, linear_shapes(spec), config.quantization)
     if memory.on_gpu:
         on_gpu = factory.gpu_linear_format(config, checkpoint)
         found, weight_only = on_gpu.name, on_gpu.weight_only
         bits = 8 if found != UNQUANTISED else _BITS[memory.dtype]
     elif kept.num_values:
-        weight_only, bits = True, round(kept.bits, 2)
+        weight_only, bits = True, round(kept.bits, 3)
     on_cpu = msgspec.structs.replace(config, dtype="float32" if memory.on_gpu else memory.dtype)
+    weight_bytes = {"cpu": host_weight_bytes(on_cpu, checkpoint, spec, num_parameters)}
+    if config.quantization != "int4":  # for which GPUs have no products
+        weight_bytes["gpu"] = factory.gpu_weight_bytes(config, checkpoint, spec)
     return LinearLayers(
         format=found,
         weight_only=weight_only,
+        is_rounded=is_rounded,
         bits=bits,
-        weight_bytes={
-            "cpu": host_weight_bytes(on_cpu, checkpoint, spec, num_parameters),
-            "gpu": factory.gpu_weight_bytes(config, checkpoint, spec),
-        },
+        weight_bytes=weight_bytes,
     )
 
 

@@ -6,17 +6,29 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.errors import ConfigError
-from inflight.models.quantization.gguf.sizes import KeptValues, kept_embeddings, kept_layers
+from inflight.models.quantization.gguf.sizes import (
+    has_wider_layers,
+    kept_embeddings,
+    kept_layers,
+)
+from inflight.models.quantization.grouped_memory import (
+    KeptValues,
+    Shape,
+    kept_in_folder,
+    rounded_layers,
+)
 from inflight.models.quantization.recognition import FP8, INT8, StoredFormat, format_of
 from inflight.models.spec import ModelSpec
 
 UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}
+_INT4: Quantization = "int4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,22 @@ class GpuFormat:
         return " and ".join(_NAMES[dtype] for dtype in sorted(self.dtypes)) or UNQUANTISED
 
 
+@dataclass(frozen=True, slots=True)
+class CpuFormat:
+    """How linear layers run on a CPU, the output layer excepted.
+
+    Attributes:
+        quantization: of parts that do not stay in codes with scales of groups: `fp8` and `int8`
+            quantise them, `int4` rounds them, `auto` leaves those of 8 bits as they are stored, and
+            `none` dequantises.
+        keeps_groups: whether codes with scales of groups are multiplied as they are, also those of
+            weights that are rounded; if not, they are dequantised.
+    """
+
+    quantization: Quantization = "auto"
+    keeps_groups: bool = True
+
+
 def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bool) -> GpuFormat:
     """How linear layers run on a GPU.
 
@@ -48,14 +76,21 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
         is_hopper: whether the GPU is one.
 
     Raises:
-        ConfigError: see `linear_format`.
+        ConfigError: see `linear_format`; or there are no products for the setting.
     """
     stored = _stored_format(checkpoint)
+    if quantization == _INT4:
+        _check_same(checkpoint, stored, quantization)
+        allowed = ["fp8", "int8", "auto", "none"] if stored is None else ["auto", "none"]
+        raise ConfigError(
+            f"quantization: {quantization} is not supported on GPUs; allowed there: "
+            f"{', '.join(allowed)}; use {allowed[0]}, or device: cpu"
+        )
     if quantization in _NAMES.values():
         _check_same(checkpoint, stored, quantization)
         dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
         return GpuFormat(dtypes, weight_only=not is_hopper)
-    if quantization == "none" or stored is None or stored.block is not None:
+    if quantization == "none" or stored is None or stored.block is not None or not stored.dtypes:
         return GpuFormat()
     return GpuFormat(stored.dtypes, stored.weight_only or not is_hopper)
 
@@ -64,18 +99,18 @@ def check_setting(checkpoint: Checkpoint, quantization: Quantization) -> None:
     """Refuse what cannot be combined.
 
     Raises:
-        ConfigError: the checkpoint is quantised to other values of 8 bits than those of the
-            setting.
+        ConfigError: the checkpoint is quantised to other values than those of the setting.
     """
-    if quantization in _NAMES.values():
+    if quantization in (*_NAMES.values(), _INT4):
         _check_same(checkpoint, _stored_format(checkpoint), quantization)
 
 
 def linear_format(
     checkpoint: Checkpoint, quantization: Quantization, *, keeps_groups: bool = True
 ) -> str:
-    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, both, the types
-    of a GGUF file, or UNQUANTISED for 16 or 32 bits.
+    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, the types that
+    are kept in groups, such as int4 or those of a GGUF file, or several of them; UNQUANTISED for 16
+    or 32 bits.
 
     Args:
         checkpoint: the model's files.
@@ -89,35 +124,90 @@ def linear_format(
     check_setting(checkpoint, quantization)
     if quantization in _NAMES.values():
         return quantization
-    if _keeps_file_bits(checkpoint, quantization, keeps_groups):
-        return " and ".join(kept_layers(checkpoint.path).types) or UNQUANTISED
+    names: list[str] = []
+    if quantization != "none":
+        stored = _stored_format(checkpoint)
+        if stored is not None and stored.is_executable:
+            names += _names_of_8_bits(stored)
+        if keeps_groups:
+            names += _kept_types(checkpoint, stored, quantization)
+    return " and ".join(dict.fromkeys(names)) or UNQUANTISED
+
+
+def cpu_format(
+    checkpoint: Checkpoint, quantization: Quantization, *, keeps_groups: bool
+) -> CpuFormat:
+    """How linear layers run on a CPU.
+
+    Args:
+        checkpoint: the model's files.
+        quantization: the setting.
+        keeps_groups: see `linear_format`.
+
+    Raises:
+        ConfigError: see `linear_format`.
+    """
+    check_setting(checkpoint, quantization)
+    if quantization in _NAMES.values():
+        return CpuFormat(quantization, keeps_groups=False)
+    if rounds_weights(checkpoint, quantization):
+        return CpuFormat(_INT4, keeps_groups)
     stored = _stored_format(checkpoint)
-    if quantization == "none" or stored is None or not stored.is_executable:
-        return UNQUANTISED
-    return " and ".join(_NAMES[dtype] for dtype in sorted(stored.dtypes))
+    has_products = stored is not None and stored.is_executable
+    return CpuFormat(
+        "auto" if quantization == "auto" and has_products else "none",
+        keeps_groups and quantization != "none",
+    )
+
+
+def rounds_weights(checkpoint: Checkpoint, quantization: Quantization) -> bool:
+    """Whether the setting rounds weights to 4 bits, which changes what a model says. Folders of 4
+    bits are left as they are, also the layers that they have in 16: their authors chose them. So
+    are matrices of 4 bits in GGUF files.
+
+    Raises:
+        ConfigError: the files are corrupt.
+    """
+    if quantization != _INT4:
+        return False
+    if _is_file(checkpoint):
+        return has_wider_layers(checkpoint.path)
+    return _stored_format(checkpoint) is None
 
 
 def kept_in_layers(
     checkpoint: Checkpoint,
     spec: ModelSpec,
+    shapes: Mapping[str, Shape],
     quantization: Quantization,
     *,
     keeps_groups: bool = True,
 ) -> KeptValues:
     """What linear layers keep in codes with scales of groups on a CPU, the output layer excepted.
 
+    Parts of fused layers that differ in format are counted although they are dequantised.
+
     Args:
         checkpoint: the model's files.
         spec: of the model.
+        shapes: of its linear layers' weights, by name: `loader.linear_shapes`.
         quantization: the setting.
         keeps_groups: see `linear_format`.
 
     Raises:
         ConfigError: the files are corrupt.
     """
-    if not _keeps_file_bits(checkpoint, quantization, keeps_groups):
+    if not keeps_groups or quantization not in ("auto", _INT4):
         return KeptValues()
-    return kept_layers(checkpoint.path, spec.num_layers)
+    rounds = rounds_weights(checkpoint, quantization)
+    if _is_file(checkpoint):
+        return kept_layers(checkpoint.path, spec.num_layers, rounds_others=rounds)
+    if rounds:
+        return rounded_layers(shapes.values())
+    stored = _stored_format(checkpoint)
+    if stored is None or not stored.layouts:
+        return KeptValues()
+    return kept_in_folder(checkpoint.path, stored, shapes)
 
 
 def kept_outside_layers(
@@ -127,18 +217,22 @@ def kept_outside_layers(
     *,
     keeps_groups: bool = True,
 ) -> KeptValues:
-    """`kept_in_layers` of the embedding and the output layer, which count once if tied."""
-    if not _keeps_file_bits(checkpoint, quantization, keeps_groups):
+    """`kept_in_layers` of the embedding and the output layer, which count once if tied; folders
+    have both in 16 or 32 bits."""
+    if not keeps_groups or quantization not in ("auto", _INT4) or not _is_file(checkpoint):
         return KeptValues()
     return kept_embeddings(checkpoint.path, tied=spec.tie_word_embeddings)
 
 
-def _keeps_file_bits(
-    checkpoint: Checkpoint, quantization: Quantization, keeps_groups: bool
-) -> bool:
-    """Whether the matrices of a GGUF file keep their 4 to 8 bits."""
-    is_file = checkpoint.format == "gguf" and not checkpoint.random_weights
-    return is_file and quantization == "auto" and keeps_groups
+def _kept_types(
+    checkpoint: Checkpoint, stored: StoredFormat | None, quantization: Quantization
+) -> list[str]:
+    """Of what linear layers keep in groups, with a setting that lets them."""
+    if rounds_weights(checkpoint, quantization):
+        return [_INT4]
+    if _is_file(checkpoint):
+        return list(kept_layers(checkpoint.path).types)
+    return [] if stored is None else stored.labels
 
 
 def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantization) -> int:
@@ -181,8 +275,13 @@ def _num_stored(checkpoint: Checkpoint, dtypes: frozenset[str]) -> int:
     return sum(
         math.prod(tensor.shape)
         for name, tensor in tensors.items()
-        if tensor.dtype in dtypes and name.startswith("model.layers.")
+        if tensor.dtype in dtypes and name.startswith("model.layers.") and name.endswith(".weight")
     )
+
+
+def _is_file(checkpoint: Checkpoint) -> bool:
+    """Whether weights are read from a GGUF file."""
+    return checkpoint.format == "gguf" and not checkpoint.random_weights
 
 
 def _stored_format(checkpoint: Checkpoint) -> StoredFormat | None:
@@ -194,11 +293,24 @@ def _stored_format(checkpoint: Checkpoint) -> StoredFormat | None:
 def _check_same(
     checkpoint: Checkpoint, stored: StoredFormat | None, quantization: Quantization
 ) -> None:
-    names = [] if stored is None else [_NAMES[dtype] for dtype in stored.dtypes]
-    if stored is not None and names != [quantization]:
-        allowed = ["auto", "none", *(names if len(names) == 1 else ())]
+    if stored is None:
+        return
+    same = _names(stored)
+    if stored.layouts:
+        same = [_INT4] if not stored.dtypes and stored.bits == {4} else []
+    if same != [quantization]:
+        allowed = ["auto", "none", *(same if len(same) == 1 else ())]
         raise ConfigError(
             f"quantization: {quantization} is not supported for {checkpoint.path}, whose weights "
             f"are quantised already: {stored.name}; allowed for it: {', '.join(allowed)}; for "
             f"{quantization}, use the model with weights of 16 bits"
         )
+
+
+def _names(stored: StoredFormat) -> list[str]:
+    """Of values, as in settings or as files call them."""
+    return list(dict.fromkeys((*_names_of_8_bits(stored), *stored.labels)))
+
+
+def _names_of_8_bits(stored: StoredFormat) -> list[str]:
+    return [_NAMES[dtype] for dtype in sorted(stored.dtypes)]

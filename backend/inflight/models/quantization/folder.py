@@ -24,7 +24,7 @@ _TORCH_DTYPES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
 _SCALES = ("weight_scale", "weight_scale_inv")
 # Of activations, as quantised products need them, and of keys and values.
 _UNUSED = (
-    *("input_scale", "output_scale"),
+    *("input_scale", "output_scale", "input_global_scale"),
     *("k_scale", "v_scale", "q_scale", "prob_output_scale", "kv_scale"),
 )
 

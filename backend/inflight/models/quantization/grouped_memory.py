@@ -1,6 +1,38 @@
-"""What matrices of codes with scales of groups take in memory."""
+"""Memory of matrices of codes with scales of groups.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight.models.quantization.recognition import StoredFormat
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptValues:
+    """Weights in codes with scales of groups.
+
+    Attributes:
+        types: the names of their types; of a GGUF file that of most weights first.
+        num_values: how many.
+        num_bytes: that they take.
+    """
+
+    types: tuple[str, ...] = ()
+    num_values: int = 0
+    num_bytes: int = 0
+
+    @property
+    def bits(self) -> float:
+        """Per weight, with its share of scales; 0 without any."""
+        return 8 * self.num_bytes / self.num_values if self.num_values else 0.0
 
 
 def grouped_bits(bits: int, group: int, has_minimums: bool) -> float:
@@ -15,3 +47,64 @@ def grouped_bits(bits: int, group: int, has_minimums: bool) -> float:
         has_minimums: whether a group has a minimum.
     """
     return (4 if bits == 4 else 8) + 16 * (1 + has_minimums) / group
+
+
+def rounded_bits(width: int) -> float | None:
+    """Bits per weight that is rounded to 4 bits when it is loaded; None if it is not rounded.
+
+    Args:
+        width: columns of its matrix.
+    """
+    from inflight.models.quantization.rounding import group_of
+
+    group = group_of(width)
+    return None if group is None else grouped_bits(4, group, has_minimums=True)
+
+
+def kept_sum(types: Iterable[str], sizes: Iterable[tuple[int, float | None]]) -> KeptValues:
+    """Of matrices in codes.
+
+    Args:
+        types: see `KeptValues`.
+        sizes: of each matrix how many values it has, and bits of one of them; None if it is not in
+            codes, and does not count.
+    """
+    found = [(count, bits) for count, bits in sizes if bits is not None]
+    if not found:
+        return KeptValues()
+    num_bits = sum(count * bits for count, bits in found)
+    return KeptValues(tuple(types), sum(count for count, _ in found), math.ceil(num_bits / 8))
+
+
+def kept_in_folder(path: Path, stored: StoredFormat, shapes: Mapping[str, Shape]) -> KeptValues:
+    """What linear layers of a folder with codes have in them.
+
+    Parts of fused layers that differ in format are counted although they are dequantised.
+
+    Args:
+        path: of the folder.
+        stored: its format.
+        shapes: of the linear layers' weights, by name.
+
+    Raises:
+        ConfigError: the files are corrupt.
+    """
+    from inflight.checkpoint import safetensors
+    from inflight.models.quantization.layouts.folder import find_matrices
+    from inflight_kernels.cpu_ops.grouped_linear import can_pack
+
+    tensors = safetensors.read_folder(path, safetensors.WEIGHTS + safetensors.QUANTIZED)
+    matrices, _ = find_matrices(tensors, stored.layouts, stored.dtypes, path)
+    return kept_sum(
+        stored.labels,
+        (
+            (math.prod(one.shape), grouped_bits(one.bits, one.group, one.has_minimums))
+            for name, one in matrices.items()
+            if name in shapes and one.is_grouped and can_pack(one.shape[1], one.group)
+        ),
+    )
+
+
+def rounded_layers(shapes: Iterable[Shape]) -> KeptValues:
+    """Linear layers of these shapes that are rounded to 4 bits when they are loaded."""
+    return kept_sum(("int4",), ((math.prod(shape), rounded_bits(shape[1])) for shape in shapes))

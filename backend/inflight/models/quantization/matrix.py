@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inflight.config import Quantization
 from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.rounding import group_of, quantize_groups
 from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
 
 DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -102,6 +103,15 @@ def dequantized(matrix: Matrix) -> Tensor:
     return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
 
 
+def rounded(part: Matrix) -> Matrix:
+    """A part of a linear layer in groups of 4 bits; itself if it has them, or if its width has no
+    groups."""
+    if isinstance(part, GroupedMatrix) and part.bits == 4:
+        return part
+    group = group_of(part.shape[1])
+    return part if group is None else quantize_groups(dequantized(part), group)
+
+
 def in_one_format(
     parts: Sequence[Matrix], quantization: Quantization
 ) -> QuantizedMatrix | list[Tensor]:
@@ -109,19 +119,20 @@ def in_one_format(
 
     Args:
         parts: one or more, of the same width.
-        quantization: `none` dequantises all of them, `auto` those that differ in format; `fp8` and
-            `int8` quantise those that are not quantised.
+        quantization: `none` and `int4` dequantise all of them (see `rounded`), `auto` those that
+            differ in format or are in groups; `fp8` and `int8` quantise those that are not
+            quantised.
 
     Returns:
-        All parts as one matrix with 8-bit values, concatenated along rows; or the parts, each in
-        16 or 32 bits.
+        All parts as one matrix with 8-bit values, concatenated along rows; or the parts, each in 16
+        or 32 bits.
     """
     wanted = DTYPES.get(quantization)
     if wanted is not None:
         parts = [part if _has_dtype(part, wanted) else _requantized(part, wanted) for part in parts]
     quantised = [part for part in parts if isinstance(part, QuantizedMatrix)]
     same = len(quantised) == len(parts) and len({part.dtype for part in quantised}) == 1
-    if quantization == "none" or not same:
+    if quantization in ("none", "int4") or not same:
         return [dequantized(part) for part in parts]
     if len(quantised) == 1:
         return quantised[0]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from inflight.checkpoint.checked_fields import CheckedFields, read_json
+from inflight.models.quantization.layouts import recognition as layouts
+from inflight.models.quantization.layouts.layout import Layout
 
 # `quantization_config.quant_method` -> the format's name, and the keys that say which kind.
 _METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -20,7 +22,7 @@ _METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "exl2": ("EXL2", ("bits",)),
     "exl3": ("EXL3", ("bits",)),
     "fp8": ("FP8", ("activation_scheme", "weight_block_size")),
-    "gptq": ("GPTQ", ("bits", "group_size")),
+    "gptq": ("GPTQ", ("bits", "group_size", "checkpoint_format", "dynamic")),
     "higgs": ("HIGGS", ("bits",)),
     "hqq": ("HQQ", ()),
     "modelopt": ("ModelOpt", ("quant_algo",)),
@@ -41,26 +43,40 @@ _COMPRESSED_TYPES = {"float": FP8, "int": INT8}
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """How the quantised weights of a folder are stored: 8 bits a value, times a scale.
+    """How the quantised weights of a folder are stored: 8 bits a value times a scale, or codes with
+    scales of groups of columns, or some of them so and some so.
 
     Attributes:
         name: for messages, such as FP8.
-        dtypes: of the quantised weights: FP8, INT8 or both.
+        dtypes: of weights of 8 bits: FP8, INT8, both or none.
         block: rows and columns with a scale in common; None for one scale of each tensor or of each
             row, which the shape of the scales tells.
-        weight_only: whether activations are meant to keep their 16 or 32 bits, of some layers at
-            least.
+        weight_only: whether activations are meant to keep their 16 or 32 bits, of some layers with
+            weights of 8 bits at least.
+        layouts: of codes with scales of groups. Activations keep their 16 or 32 bits.
     """
 
     name: str
     dtypes: frozenset[str]
     block: tuple[int, int] | None = None
     weight_only: bool = False
+    layouts: tuple[Layout, ...] = ()
 
     @property
     def is_executable(self) -> bool:
         """Whether there are products for it of weights and activations of 8 bits each."""
-        return self.block is None and not self.weight_only
+        return bool(self.dtypes) and self.block is None and not self.weight_only
+
+    @property
+    def bits(self) -> frozenset[int]:
+        """Of codes in groups."""
+        return frozenset[int]().union(*(layout.bits for layout in self.layouts))
+
+    @property
+    def labels(self) -> list[str]:
+        """Of values in groups, such as int4."""
+        labels = {label for layout in self.layouts for label in layout.label.split(" and ")}
+        return sorted(labels)
 
 
 def read_format(fields: CheckedFields, folder: Path) -> StoredFormat | None:
@@ -105,10 +121,14 @@ def format_of(folder: Path) -> StoredFormat | None:
 def _supported(config: dict[str, Any]) -> StoredFormat | None:
     """The format that a quantization_config describes; None if it is not supported."""
     readers = {
+        "awq": _awq,
+        "bitsandbytes": _bitsandbytes,
         "compressed-tensors": _compressed_tensors,
         "fbgemm_fp8": _fbgemm,
         "fp8": _fp8,
+        "gptq": _gptq,
         "modelopt": _modelopt,
+        "mxfp4": _mxfp4,
     }
     reader = readers.get(str(config.get("quant_method")))
     return None if reader is None else reader(config)
@@ -132,9 +152,31 @@ def _fbgemm(config: dict[str, Any]) -> StoredFormat:
 
 
 def _modelopt(config: dict[str, Any]) -> StoredFormat | None:
-    if config.get("quant_algo") != "FP8":
+    if config.get("quant_algo") == "FP8":
+        return StoredFormat("FP8 (ModelOpt)", frozenset({FP8}))
+    return _in_groups("ModelOpt", layouts.modelopt(config))
+
+
+def _awq(config: dict[str, Any]) -> StoredFormat | None:
+    return _in_groups("AWQ", layouts.awq(config))
+
+
+def _gptq(config: dict[str, Any]) -> StoredFormat | None:
+    return _in_groups("GPTQ", layouts.gptq(config))
+
+
+def _bitsandbytes(config: dict[str, Any]) -> StoredFormat | None:
+    return _in_groups("bitsandbytes", layouts.bitsandbytes(config))
+
+
+def _mxfp4(config: dict[str, Any]) -> StoredFormat:
+    return StoredFormat("MXFP4", frozenset(), layouts=(layouts.mxfp4(config),))
+
+
+def _in_groups(writer: str, layout: Layout | None) -> StoredFormat | None:
+    if layout is None:
         return None
-    return StoredFormat("FP8 (ModelOpt)", frozenset({FP8}))
+    return StoredFormat(f"{layout.label.upper()} ({writer})", frozenset(), layouts=(layout,))
 
 
 def _compressed_tensors(config: dict[str, Any]) -> StoredFormat | None:
@@ -146,24 +188,30 @@ def _compressed_tensors(config: dict[str, Any]) -> StoredFormat | None:
         or not isinstance(sparsity, dict)
         or sparsity.get("format", "dense") != "dense"
         or config.get("transform_config")
-        or config.get("quantization_status", "compressed") != "compressed"
+        or config.get("quantization_status", "compressed") not in _statuses(config)
     ):
         return None
-    dtypes: set[str] = set()
-    blocks = set()
-    weight_only = False
-    for group in groups.values():
-        found = _compressed_group(group, str(config.get("format")))
-        if found is None:
-            return None
-        dtypes |= found.dtypes
-        blocks.add(found.block)
-        weight_only = weight_only or found.weight_only
-    if len(blocks) > 1:
+    default = str(config.get("format"))
+    parts = [_compressed_group(group, default) for group in groups.values()]
+    found = [part for part in parts if part is not None]
+    in_8_bits = [part for part in found if part.dtypes]
+    blocks = {part.block for part in in_8_bits}
+    if len(found) < len(parts) or len(blocks) > 1:
         return None
-    (block,) = blocks
-    name = f"{_kinds(dtypes)} (compressed-tensors)"
-    return StoredFormat(name, frozenset(dtypes), block, weight_only)
+    dtypes = frozenset[str]().union(*(part.dtypes for part in found))
+    return StoredFormat(
+        f"{' and '.join(sorted({part.name for part in found}))} (compressed-tensors)",
+        dtypes,
+        next(iter(blocks), None),
+        any(part.weight_only for part in in_8_bits),
+        tuple(dict.fromkeys(layout for part in found for layout in part.layouts)),
+    )
+
+
+def _statuses(config: dict[str, Any]) -> tuple[str, ...]:
+    """Of weights that are stored quantised; the first versions wrote packed ones as frozen."""
+    is_packed = config.get("format") in layouts.FORMATS
+    return ("compressed", "frozen") if is_packed else ("compressed",)
 
 
 def _compressed_group(group: Any, default_format: str) -> StoredFormat | None:
@@ -172,6 +220,11 @@ def _compressed_group(group: Any, default_format: str) -> StoredFormat | None:
     if not isinstance(weights, dict):
         return None
     stored = str(group.get("format") or default_format)
+    if stored in layouts.FORMATS:
+        layout = layouts.compressed(weights, stored)
+        if layout is None:
+            return None
+        return StoredFormat(layout.label.upper(), frozenset(), layouts=(layout,))
     dtype, strategy = _COMPRESSED_TYPES.get(str(weights.get("type"))), weights.get("strategy")
     if (
         stored not in _COMPRESSED_FORMATS
@@ -190,11 +243,7 @@ def _compressed_group(group: Any, default_format: str) -> StoredFormat | None:
     weight_only = not isinstance(activations, dict) or (
         (activations.get("num_bits"), activations.get("type")) != (8, weights["type"])
     )
-    return StoredFormat(_kinds({dtype}), frozenset({dtype}), block, weight_only)
-
-
-def _kinds(dtypes: set[str]) -> str:
-    return " and ".join({FP8: "FP8", INT8: "INT8"}[dtype] for dtype in sorted(dtypes))
+    return StoredFormat({FP8: "FP8", INT8: "INT8"}[dtype], frozenset({dtype}), block, weight_only)
 
 
 def _block(given: Any) -> tuple[int, int] | None:
@@ -219,6 +268,8 @@ def _refusal(
     return place.error(
         f"{key}: {model_type} with weights in the format {name} is not supported; allowed: "
         "unquantised weights (BF16, F16, F32), FP8 (e4m3) and INT8 with one scale for each tensor, "
-        "row or block (fp8, FBGEMM, compressed-tensors, ModelOpt), and GGUF files in any of their "
-        "formats; use the model that was quantised, or a GGUF file of it, such as Q4_K_M or Q8_0"
+        "row or block (fp8, FBGEMM, compressed-tensors, ModelOpt), 4 and 8 bits with scales of "
+        "groups (compressed-tensors pack-quantized, GPTQ), 4 bits (AWQ gemm, NF4 and FP4 of "
+        "bitsandbytes, NVFP4, MXFP4 of gpt-oss), and GGUF files in any of their formats; use the "
+        "model that was quantised, or a GGUF file of it, such as Q4_K_M or Q8_0"
     )

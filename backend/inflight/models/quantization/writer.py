@@ -1,7 +1,6 @@
-"""Writes a Hugging Face folder with linear layers of 8 bits, in the format of compressed-tensors.
+"""Writes a Hugging Face folder with linear layers of 8 or 4 bits, in compressed-tensors' format.
 
-One scale for each output channel, from its largest weight; activations are quantised by the engine
-that runs it, per token. Embeddings, the output layer, norms and biases stay as they are.
+Embeddings, the output layer, norms and biases stay as they are.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from inflight.checkpoint import safetensors, shards
 from inflight.errors import ConfigError
-from inflight.models.quantization.matrix import DTYPES, quantize
+from inflight.models.quantization import compressed
 
-KINDS = tuple(DTYPES)
-"""Names of the formats."""
+_NOT_LINEAR = ("model.embed_tokens.weight", "lm_head.weight")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pth", "*.gguf")
 
 
@@ -53,7 +50,7 @@ def quantize_folder(
         source: a folder with weights of 16 or 32 bits.
         target: must not exist; it appears once everything is written.
         names: of the weights to quantise.
-        kind: one of KINDS.
+        kind: one of `compressed.KINDS`.
         progress: called with the fraction of the files that is written.
 
     Raises:
@@ -83,7 +80,9 @@ def _write(
 ) -> Written:
     files = shards.weight_files(source)
     weight_map: dict[str, str] = {}
-    num_quantized = before = after = num_bytes = 0
+    groups: dict[int, list[str]] = {}
+    kept: list[str] = []
+    num_tensors = before = after = num_bytes = 0
     for done, path in enumerate(files, 1):
         tensors: dict[str, Tensor] = {}
         for name, stored in safetensors.read_file(path).items():
@@ -94,11 +93,16 @@ def _write(
                     "quantises them when the model is loaded"
                 )
             tensor = stored.read()
-            if name in names:
-                quantized = quantize(tensor, DTYPES[kind])
-                tensor, tensors[f"{name}_scale"] = quantized.values, quantized.scales[:, None]
-                num_quantized += 1
+            num_tensors += 1
+            module = name.removesuffix(".weight")
+            group = compressed.group_in(kind, tensor.shape[1]) if name in names else None
+            if group is not None:
+                tensors |= compressed.tensors(name, tensor, kind)
+                groups.setdefault(group, []).append(module)
+                continue
             tensors[name] = tensor
+            if tensor.dim() == 2 and name not in _NOT_LINEAR:
+                kept.append(module)
         save_file(tensors, target / path.name, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, path.name)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -108,30 +112,20 @@ def _write(
     if len(files) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         (target / shards.INDEX_NAME).write_text(json.dumps(index, indent=2))
+    if names and not groups:
+        raise ConfigError(
+            f"{source}: no linear layer has a multiple of 32 columns, which {kind} needs; use fp8 "
+            "or int8"
+        )
+    _write_settings(source, target, compressed.config(kind, groups, kept))
+    return Written(sum(map(len, groups.values())), num_tensors, before, after)
+
+
+def _write_settings(source: Path, target: Path, quantization: dict[str, object]) -> None:
+    """All files but those with weights."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(path, target / path.name)
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = _config(kind)
+    config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return Written(num_quantized, len(weight_map) - num_quantized, before, after)
-
-
-def _config(kind: str) -> dict[str, Any]:
-    """The quantization_config of compressed-tensors."""
-    type_ = "float" if kind == "fp8" else "int"
-    common = {"num_bits": 8, "type": type_, "symmetric": True, "group_size": None}
-    group = {
-        "targets": ["Linear"],
-        "weights": common | {"strategy": "channel", "dynamic": False},
-        "input_activations": common | {"strategy": "token", "dynamic": True},
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": f"{type_}-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-    }

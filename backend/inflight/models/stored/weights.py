@@ -16,11 +16,13 @@ from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
 from inflight.models.family import Family
 from inflight.models.quantization.folder import QuantizedWeights
+from inflight.models.quantization.layouts.folder import find_matrices
 from inflight.models.quantization.matrix import Matrix
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
 from inflight.models.stored.gguf_weights import GgufWeights
+from inflight.models.stored.grouped_weights import GroupedWeights
 from inflight.models.stored.stack import is_stack
 from inflight.models.stored.transposed_experts import TransposedExperts
 from inflight.models.stored.up_projections import JoinedUpProjections
@@ -79,6 +81,8 @@ def open_weights(
     further = range(spec.num_layers, spec.num_layers + spec.num_nextn_layers)
     prefixes = tuple(f"{stem}.{index}." for index in further for stem in ("model.layers", "blk"))
     ignored |= {name for name in weights.shapes if prefixes and name.startswith(prefixes)}
+    if isinstance(weights, GroupedWeights):
+        ignored |= weights.spare_biases(expected)
     check_shapes(f"{checkpoint.path}: {spec.family}", weights.shapes, expected, ignored)
     return weights
 
@@ -92,7 +96,7 @@ def _shaped_weights(checkpoint: Checkpoint, family: Family) -> ShapedWeights | N
     if format_of(checkpoint.path) is None:
         return None
     found = _folder_weights(checkpoint.path, family)
-    return found if isinstance(found, QuantizedWeights) else None
+    return found if isinstance(found, QuantizedWeights | GroupedWeights) else None
 
 
 def _file_weights(path: Path, family: Family) -> GgufWeights | JoinedUpProjections:
@@ -106,11 +110,15 @@ def _folder_weights(path: Path, family: Family) -> Weights:
     stored = safetensors.read_folder(path, dtypes)
     # Old checkpoints contain the rotary frequencies, which follow from the config.
     kept = {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
-    if found is not None:
+    is_transposed = "huggingface" in family.transposed_experts
+    if found is None:
+        return TransposedExperts(kept) if is_transposed else StoredWeights(kept)
+    if not found.layouts:
         return QuantizedWeights(kept, found, path)
-    if "huggingface" in family.transposed_experts:
-        return TransposedExperts(kept)
-    return StoredWeights(kept)
+    matrices, rest = find_matrices(kept, found.layouts, found.dtypes, path)
+    if is_transposed and not found.dtypes:
+        return GroupedWeights(matrices, TransposedExperts(rest), path)
+    return GroupedWeights(matrices, QuantizedWeights(rest, found, path), path)
 
 
 def check_shapes(

@@ -35,8 +35,8 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--format int4 is unknown; allowed: fp8, int8"):
-        quantize.run(str(tmp_path), tmp_path / "out", "int4", as_json=False)
+    with pytest.raises(ConfigError, match=r"--format int3 is unknown; allowed: fp8, int8, int4"):
+        quantize.run(str(tmp_path), tmp_path / "out", "int3", as_json=False)
     tiny.write_llama(tmp_path / "in")
     quantize.run(str(tmp_path / "in"), tmp_path / "out", "fp8", as_json=False)
     with pytest.raises(ConfigError, match=r"quantised already \(FP8 \(compressed-tensors\)\)"):

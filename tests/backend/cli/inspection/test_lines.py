@@ -107,7 +107,9 @@ def test_the_format_of_linear_layers_is_told(
 
 
 def test_weights_alone_in_8_bits_are_told(summary: Summary) -> None:
-    layers = LinearLayers(format="int8", weight_only=True, bits=8, weight_bytes={"gpu": 1 << 30})
+    layers = LinearLayers(
+        format="int8", weight_only=True, is_rounded=False, bits=8, weight_bytes={"gpu": 1 << 30}
+    )
     memory = msgspec.structs.replace(summary.memory, dtype="bfloat16")
     found = msgspec.structs.replace(summary, linear_layers=layers, memory=memory)
     text = shown(found, is_terminal=False)
@@ -138,6 +140,26 @@ def test_the_types_that_a_gguf_file_keeps_are_told(setting: Quantization, expect
     assert f"linear layers: {expected}; weights of the model {size(on_cpu)} on a CPU" in text
     kept = "Q4_1, others float32" if setting == "auto" else "float32"
     assert f"weights {size(on_cpu)} ({kept}), " in text
+
+
+def test_weights_in_groups_are_told(tmp_path: Path) -> None:
+    """Codes of 4 bits, scales and minimums of 16 for each group of 64 columns, or, of matrices
+    with 96, of 32; the rest in 32 bits."""
+    checkpoint = tiny.write_llama(tmp_path)
+    spec = read_spec(checkpoint)
+    config = EngineConfig(
+        model=str(checkpoint.path), num_blocks=64, quantization="int4", device="cpu"
+    )
+    found = summarize(config, checkpoint)
+    linear = spec.num_layers * spec.matrix_elements_per_layer
+    down = spec.num_layers * 64 * 96
+    bits = 5 * down + 4.5 * (linear - down)
+    on_cpu = 4 * (found.num_parameters - linear) + int(bits / 8)
+    assert found.memory.weight_bytes == on_cpu
+    expected = "INT4, rounded when loaded (lossy), activations in 32 bits"
+    expected += f"; {round(bits / linear, 3):g} bits a value"
+    size_ = f"weights of the model {size(on_cpu)} on a CPU"
+    assert f"linear layers: {expected}; {size_}\n" in shown(found, is_terminal=False)
 
 
 def test_blocks_that_windows_free_are_not_counted_in_tokens(summary: Summary) -> None:

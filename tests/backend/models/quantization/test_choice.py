@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+import grouped_folders as folders
 import quantized_models
 import tiny
 import tiny_gguf
@@ -16,17 +19,20 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, Quantization
 from inflight.errors import ConfigError
 from inflight.execution import factory
-from inflight.models.loader import linear_names
+from inflight.models.loader import linear_names, linear_shapes
 from inflight.models.quantization.choice import (
+    CpuFormat,
     GpuFormat,
+    cpu_format,
     gpu_format,
     kept_in_layers,
     kept_outside_layers,
     linear_format,
     num_quantized,
     num_quantized_on_gpu,
+    rounds_weights,
 )
-from inflight.models.quantization.gguf.sizes import KeptValues
+from inflight.models.quantization.grouped_memory import KeptValues, rounded_layers
 from inflight.models.quantization.recognition import INT8
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
@@ -81,6 +87,100 @@ def test_other_values_of_8_bits_are_refused_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=re.escape(message)):
         factory.build(config, checkpoint, lambda what, fraction: loaded.append(what))
     assert "weights" not in loaded
+
+
+# ---------------------------------------------------------------- 4 bits
+
+
+def in_groups(folder: Path, config: dict[str, Any]) -> Checkpoint:
+    """A checkpoint with this quantization_config, and tensors that nobody reads."""
+    checkpoint = tiny.write_llama(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return checkpoint
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+GPTQ_8 = {"quant_method": "gptq", "bits": 8, "group_size": 32}
+MXFP4 = {"quant_method": "mxfp4"}
+
+
+@pytest.mark.parametrize(("config", "name"), [(AWQ, "int4"), (GPTQ_8, "int8"), (MXFP4, "mxfp4")])
+def test_groups_stay_on_cpus_and_are_dequantised_on_gpus(
+    tmp_path: Path, config: dict[str, Any], name: str
+) -> None:
+    checkpoint = in_groups(tmp_path, config)
+    spec = read_spec(checkpoint)
+    assert linear_format(checkpoint, "auto") == name
+    assert linear_format(checkpoint, "none") == "none"
+    assert linear_format(checkpoint, "auto", keeps_groups=False) == "none"
+    for keeps_groups in (True, False):
+        found = cpu_format(checkpoint, "auto", keeps_groups=keeps_groups)
+        assert found == CpuFormat("none", keeps_groups)
+    assert cpu_format(checkpoint, "none", keeps_groups=True) == CpuFormat("none", False)
+    assert num_quantized(checkpoint, spec, "auto") == 0  # with scales of rows
+    for is_hopper in (True, False):
+        assert gpu_format(checkpoint, "auto", is_hopper) == GpuFormat()
+
+
+def test_int4_rounds_weights_of_16_bits_on_cpus_alone(tmp_path: Path) -> None:
+    checkpoint = written(tmp_path, "none")
+    assert linear_format(checkpoint, "int4") == "int4"
+    assert linear_format(checkpoint, "int4", keeps_groups=False) == "none"
+    for keeps_groups in (True, False):
+        found = cpu_format(checkpoint, "int4", keeps_groups=keeps_groups)
+        assert found == CpuFormat("int4", keeps_groups)
+    assert rounds_weights(checkpoint, "int4") and not rounds_weights(checkpoint, "fp8")
+    assert num_quantized(checkpoint, read_spec(checkpoint), "int4") == 0
+    message = (
+        "quantization: int4 is not supported on GPUs; allowed there: fp8, int8, auto, none; use "
+        "fp8, or device: cpu"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        gpu_format(checkpoint, "int4", is_hopper=True)
+
+
+@pytest.mark.parametrize(("config", "name"), [(AWQ, "int4"), (MXFP4, "mxfp4")])
+def test_int4_leaves_folders_of_4_bits_as_they_are(
+    tmp_path: Path, config: dict[str, Any], name: str
+) -> None:
+    checkpoint = in_groups(tmp_path, config)
+    assert linear_format(checkpoint, "int4") == name
+    assert not rounds_weights(checkpoint, "int4")
+    assert cpu_format(checkpoint, "int4", keeps_groups=True) == CpuFormat("none")
+    with pytest.raises(ConfigError, match="allowed there: auto, none; use auto, or device: cpu"):
+        gpu_format(checkpoint, "int4", is_hopper=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "allowed"),
+    [
+        (AWQ, "fp8", "auto, none, int4; for fp8"),
+        (AWQ, "int8", "auto, none, int4; for int8"),
+        (GPTQ_8, "int8", "auto, none; for int8"),
+        (GPTQ_8, "int4", "auto, none; for int4"),
+    ],
+)
+def test_other_values_than_those_in_groups_are_refused(
+    tmp_path: Path, config: dict[str, Any], setting: Quantization, allowed: str
+) -> None:
+    checkpoint = in_groups(tmp_path, config)
+    with pytest.raises(ConfigError, match=f"allowed for it: {allowed}"):
+        linear_format(checkpoint, setting)
+
+
+def test_int4_refuses_weights_of_8_bits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="allowed for it: auto, none, fp8; for int4"):
+        linear_format(written(tmp_path, "fp8"), "int4")
+
+
+def test_rounding_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = written(tmp_path, "none")
+    config = EngineConfig(
+        model=str(checkpoint.path), device="echo", quantization="int4", num_blocks=64
+    )
+    factory.build(config, checkpoint, lambda what, fraction: None)
+    assert "int4 rounds weights to 4 bits as they are loaded, which changes outputs" in caplog.text
 
 
 def test_layers_that_keep_their_bits_do_not_count(tmp_path: Path) -> None:
@@ -161,10 +261,9 @@ def test_a_gguf_file_keeps_its_bits_unless_the_setting_says_otherwise(
     checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf", Kind.Q4_1)
     spec = read_spec(checkpoint)
     assert linear_format(checkpoint, setting, keeps_groups=keeps_groups) == expected
-    in_layers, outside = (
-        kept(checkpoint, spec, setting, keeps_groups=keeps_groups)
-        for kept in (kept_in_layers, kept_outside_layers)
-    )
+    shapes = linear_shapes(spec)
+    in_layers = kept_in_layers(checkpoint, spec, shapes, setting, keeps_groups=keeps_groups)
+    outside = kept_outside_layers(checkpoint, spec, setting, keeps_groups=keeps_groups)
     if expected == "Q4_1":
         assert in_layers.num_values == spec.quantizable_elements
         assert outside.num_values == 2 * spec.vocab_size * spec.hidden_size
@@ -176,8 +275,47 @@ def test_a_gguf_file_keeps_its_bits_unless_the_setting_says_otherwise(
     assert gpu_format(checkpoint, "auto", True) == GpuFormat()
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected", "bits", "outside"),
+    [(Kind.Q4_1, "Q4_1", 5, 5), (Kind.Q8_0, "int4", None, 8.5), (Kind.BF16, "int4", None, 0)],
+)
+def test_int4_rounds_what_has_more_bits_in_a_file(
+    tmp_path: Path, kind: Kind, expected: str, bits: float | None, outside: float
+) -> None:
+    checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf", kind)
+    spec = read_spec(checkpoint)
+    shapes = linear_shapes(spec)
+    assert linear_format(checkpoint, "int4") == expected
+    assert rounds_weights(checkpoint, "int4") == (expected == "int4")
+    found = kept_in_layers(checkpoint, spec, shapes, "int4")
+    assert found.types == (expected,)
+    assert found.num_values == spec.quantizable_elements
+    if bits is None:
+        assert found == rounded_layers(shapes.values())
+    else:
+        assert found.bits == bits
+    assert kept_outside_layers(checkpoint, spec, "int4").bits == outside
+    for kept in (
+        kept_in_layers(checkpoint, spec, shapes, "int4", keeps_groups=False),
+        kept_outside_layers(checkpoint, spec, "int4", keeps_groups=False),
+    ):
+        assert kept == KeptValues()
+
+
+def test_8_bits_and_groups_are_named_together(tmp_path: Path) -> None:
+    folders.write_mixed(tmp_path)
+    checkpoint = Checkpoint(tmp_path, "huggingface")
+    assert linear_format(checkpoint, "auto") == "fp8 and int4"
+    assert linear_format(checkpoint, "auto", keeps_groups=False) == "fp8"
+    assert cpu_format(checkpoint, "auto", keeps_groups=False) == CpuFormat("auto", False)
+    quantized_models.keep_activations(tmp_path)
+    assert linear_format(checkpoint, "auto") == "int4"
+    assert cpu_format(checkpoint, "auto", keeps_groups=True) == CpuFormat("none")
+
+
 def test_weights_that_are_drawn_have_no_types(tmp_path: Path) -> None:
     checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf", Kind.Q4_1)
     drawn = dataclasses.replace(checkpoint, random_weights=True)
     assert linear_format(drawn, "auto") == "none"
-    assert kept_in_layers(drawn, read_spec(checkpoint), "auto") == KeptValues()
+    spec = read_spec(checkpoint)
+    assert kept_in_layers(drawn, spec, linear_shapes(spec), "auto") == KeptValues()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import Quantization
+from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.matrix import (
     DTYPES,
     Matrix,
@@ -14,7 +15,9 @@ from inflight.models.quantization.matrix import (
     dequantized,
     in_one_format,
     quantize,
+    rounded,
 )
+from inflight.models.quantization.rounding import quantize_groups
 
 FP8, INT8 = DTYPES["fp8"], DTYPES["int8"]
 
@@ -60,6 +63,7 @@ def test_parts_that_differ_are_dequantised(
 ) -> None:
     found = in_one_format(parts, quantization)
     assert isinstance(found, list)
+    part: Tensor
     for part, given in zip(found, parts, strict=True):
         expected = given.dequantized() if isinstance(given, QuantizedMatrix) else given
         assert torch.equal(part, expected)
@@ -76,6 +80,29 @@ def test_the_setting_quantises_the_parts_that_are_not(kind: Quantization) -> Non
             found.split([4, 6]), (quantize(plain, DTYPES[kind]), stored), strict=True
         )
     )
+
+
+def test_int4_rounds_the_parts_that_are_not_in_groups() -> None:
+    plain, stored = drawn(4).bfloat16(), quantize_groups(drawn(6, seed=1), 32)
+    first = rounded(plain)
+    assert isinstance(first, GroupedMatrix) and rounded(stored) is stored
+    assert torch.equal(first.dequantized(), quantize_groups(plain, 32).dequantized())
+    found = in_one_format([first, stored], "int4")
+    assert isinstance(found, list) and torch.equal(found[1], stored.dequantized())
+
+
+def test_int4_rounds_groups_of_more_bits() -> None:
+    codes = torch.arange(4 * 64).view(4, 64).to(torch.uint8)
+    matrix = GroupedMatrix(codes, 8, torch.ones(4, 2), zero=128)
+    found = rounded(matrix)
+    assert isinstance(found, GroupedMatrix) and found.bits == 4
+    expected = quantize_groups(matrix.dequantized(), 64)
+    assert torch.equal(found.dequantized(), expected.dequantized())
+
+
+def test_int4_leaves_widths_that_have_no_groups() -> None:
+    weight = torch.randn(4, 48)
+    assert rounded(weight) is weight
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(FP8, 1 / 16), (INT8, 1 / 254)])

@@ -1,4 +1,5 @@
-"""Formats of 8 bits are recognised; others are refused with their name."""
+"""Formats of 8 bits, and of codes with scales of groups, are recognised; others are refused with
+their name."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from inflight.models.quantization.recognition import (
 )
 
 BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+LLM_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
 def refusal(folder: Path, **settings: Any) -> str:
@@ -31,18 +32,21 @@ def refusal(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"quant_method": "awq", "bits": 4}, "AWQ (bits 4)"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ (bits 4, group_size 128)"),
-        (NF4, "bitsandbytes (load_in_4bit True, bnb_4bit_quant_type nf4)"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ (bits 4, version gemv)"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "GPTQ (bits 3, group_size 128)"),
+        (LLM_INT8, "bitsandbytes (load_in_8bit True)"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8"),
         (BLOCK_FP8 | {"weight_block_size": [128]}, "FP8 (weight_block_size [128])"),
         (BLOCK_FP8 | {"weight_block_size": [128, 0]}, "FP8 (weight_block_size [128, 0])"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "compressed-tensors (format pack-quantized)",
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            "compressed-tensors (format marlin-24)",
         ),
-        ({"quant_method": "mxfp4"}, "MXFP4"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt (quant_algo NVFP4)"),
+        ({"quant_method": "quark"}, "Quark"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "ModelOpt (quant_algo MIXED_PRECISION)",
+        ),
         ({"quant_method": "unheard_of"}, "'unheard_of'"),
     ],
 )
@@ -59,9 +63,9 @@ def test_mlx_and_modelopts_own_file_are_named(tmp_path: Path) -> None:
         tmp_path, quantization={"bits": 4}, quantization_config={"bits": 4}
     )
     path = tmp_path / MODELOPT_FILE
-    path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    path.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
     found = refusal(tmp_path)
-    assert "ModelOpt (quant_algo NVFP4)" in found and str(path) in found
+    assert "ModelOpt (quant_algo W4A8_AWQ)" in found and str(path) in found
 
 
 def test_unquantised_folders_pass(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Folders with weights of 8 bits are written in a form that others read, too."""
+"""Folders with weights of 8 and 4 bits are written in a form that others read, too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Phi3Config, Qwen3Config
 
 import family
@@ -35,7 +36,7 @@ def opened(folder: Path) -> Weights:
     return open_weights(checkpoint, spec, weight_shapes(spec))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
 def test_transformers_reads_the_same_weights(tmp_path: Path, config: Any, kind: str) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
@@ -55,6 +56,59 @@ def test_transformers_reads_the_same_weights(tmp_path: Path, config: Any, kind: 
     for name in before.shapes:
         torch.testing.assert_close(ours.read(name), theirs[name], rtol=1e-6, atol=0)
         assert torch.equal(ours.read(name), before.read(name)) == (name not in names)
+
+
+def test_the_reference_package_dequantises_the_same(tmp_path: Path) -> None:
+    """Groups of 128 columns, and of 64 and 32 where the width asks for them."""
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    source, target = tmp_path / "in", tmp_path / "out"
+    changes = {"hidden_size": 192, "intermediate_size": 96, "num_hidden_layers": 1}
+    model = family.make(Qwen3Config(**family.SHAPE | changes)).bfloat16()
+    checkpoint = family.write_folder(model, source)
+    names = linear_names(read_spec(checkpoint))
+    quantize_folder(source, target, names, "int4")
+    config = json.loads((target / "config.json").read_text())["quantization_config"]
+    schemes = QuantizationConfig.model_validate(config).config_groups.values()
+    assert sorted(scheme.weights.group_size for scheme in schemes) == [32, 64, 128]
+    stored, ours = load_file(target / "model.safetensors"), opened(target)
+    for scheme in schemes:
+        for module in scheme.targets:
+            own = {
+                f"weight_{part}": stored.pop(f"{module}.weight_{part}")
+                for part in ("packed", "scale", "shape")
+            }
+            assert own["weight_scale"].dtype == torch.bfloat16
+            wide = own | {"weight_scale": own["weight_scale"].float()}
+            theirs = PackedQuantizationCompressor.decompress(wide, scheme)["weight"]
+            assert torch.equal(ours.read(f"{module}.weight"), theirs)
+            names.remove(f"{module}.weight")
+    assert not names and not any("weight_" in name for name in stored)
+
+
+def test_widths_without_groups_keep_their_bits(tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    changes = {"intermediate_size": 72, "num_hidden_layers": 1}
+    checkpoint = family.write_folder(family.make(Qwen3Config(**family.SHAPE | changes)), source)
+    names = linear_names(read_spec(checkpoint))
+    written = quantize_folder(source, target, names, "int4")
+    assert written.num_quantized == len(names) - 1
+    config = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", "model.layers.0.mlp.down_proj"]
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(opened(target).read(down), opened(source).read(down))
+
+
+def test_int4_needs_a_multiple_of_32_columns(tmp_path: Path) -> None:
+    changes = {"hidden_size": 48, "intermediate_size": 72, "head_dim": 12}
+    checkpoint = family.write_folder(
+        family.make(Qwen3Config(**family.SHAPE | changes)), tmp_path / "in"
+    )
+    names = linear_names(read_spec(checkpoint))
+    with pytest.raises(ConfigError, match="no linear layer has a multiple of 32 columns"):
+        quantize_folder(tmp_path / "in", tmp_path / "out", names, "int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_shards_keep_their_names_and_other_files_are_copied(tmp_path: Path) -> None:

@@ -9,12 +9,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.models.quantization.gguf.kinds import KINDS
-from inflight.models.quantization.grouped_memory import grouped_bits
+from inflight.models.quantization.grouped_memory import (
+    KeptValues,
+    grouped_bits,
+    kept_sum,
+    rounded_bits,
+)
 
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.weight")
 # Matrices that are read as float32 whatever their type: routers, and what makes keys and values of
@@ -23,27 +27,9 @@ _WIDE = frozenset({"ffn_gate_inp", "ffn_gate_inp_shexp", "attn_kv_b", "attn_k_b"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class KeptValues:
-    """Weights in codes with scales of groups.
-
-    Attributes:
-        types: the names of their types, that of most weights first.
-        num_values: how many.
-        num_bytes: that they take.
-    """
-
-    types: tuple[str, ...] = ()
-    num_values: int = 0
-    num_bytes: int = 0
-
-    @property
-    def bits(self) -> float:
-        """Per weight, with its share of scales."""
-        return 8 * self.num_bytes / self.num_values
-
-
-def kept_layers(path: Path, num_layers: int | None = None) -> KeptValues:
+def kept_layers(
+    path: Path, num_layers: int | None = None, *, rounds_others: bool = False
+) -> KeptValues:
     """The linear layers of a file, the output layer excepted.
 
     Parts of a matrix that differ in form are counted although they are dequantised.
@@ -51,18 +37,21 @@ def kept_layers(path: Path, num_layers: int | None = None) -> KeptValues:
     Args:
         path: of the file.
         num_layers: without those after so many; None for all.
+        rounds_others: whether all that have more than 4 bits are rounded to those.
 
     Raises:
         ConfigError: the file is damaged.
     """
-    found = []
-    for name, tensor in GgufFile(path).tensors.items():
-        match = _LAYER.fullmatch(name)
-        if not match or match[2] in _WIDE or len(tensor.shape) == 1:
-            continue
-        if num_layers is None or int(match[1]) < num_layers:
-            found.append(tensor)
-    return _sum(found)
+    return _sum(_layers(path, num_layers), rounds_others)
+
+
+def has_wider_layers(path: Path) -> bool:
+    """Whether a linear layer has more than 4 bits, the output layer excepted.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    return not all(map(_has_4_bits, _layers(path)))
 
 
 def kept_embeddings(path: Path, *, tied: bool) -> KeptValues:
@@ -72,14 +61,32 @@ def kept_embeddings(path: Path, *, tied: bool) -> KeptValues:
     return _sum(tensors[name] for name in names if name in tensors)
 
 
-def _sum(tensors: Iterable[GgufTensor]) -> KeptValues:
+def _layers(path: Path, num_layers: int | None = None) -> list[GgufTensor]:
+    """Matrices of linear layers; see `kept_layers`."""
+    found = []
+    for name, tensor in GgufFile(path).tensors.items():
+        match = _LAYER.fullmatch(name)
+        if not match or match[2] in _WIDE or match[2].endswith("_norm") or len(tensor.shape) == 1:
+            continue
+        if num_layers is None or int(match[1]) < num_layers:
+            found.append(tensor)
+    return found
+
+
+def _has_4_bits(tensor: GgufTensor) -> bool:
+    kind = KINDS.get(tensor.type.name)
+    return kind is not None and kind.bits == 4
+
+
+def _sum(tensors: Iterable[GgufTensor], rounds_others: bool = False) -> KeptValues:
     values: Counter[str] = Counter()
+    sizes: list[tuple[int, float | None]] = []
     for tensor in tensors:
-        if tensor.type.name in KINDS:
-            values[tensor.type.name] += math.prod(tensor.shape)
-    num_bits = 0.0
-    for name, count in values.items():
-        kind = KINDS[name]
-        num_bits += count * grouped_bits(kind.bits, kind.group, kind.has_minimums)
-    types = tuple(name for name, _ in values.most_common())
-    return KeptValues(types, values.total(), round(num_bits / 8))
+        kind, count = KINDS.get(tensor.type.name), math.prod(tensor.shape)
+        if rounds_others and not _has_4_bits(tensor):
+            sizes.append((count, rounded_bits(tensor.shape[-1])))
+        elif kind is not None:
+            values[tensor.type.name] += count
+            sizes.append((count, grouped_bits(kind.bits, kind.group, kind.has_minimums)))
+    types = ("int4",) if rounds_others else (name for name, _ in values.most_common())
+    return kept_sum(types, sizes)

@@ -16,8 +16,9 @@ import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.loader import linear_names, weight_shapes
-from inflight.models.quantization.gguf.sizes import KeptValues, kept_embeddings, kept_layers
+from inflight.models.quantization.gguf.sizes import kept_embeddings, kept_layers
 from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.grouped_memory import KeptValues
 from inflight.models.registry import read_spec
 from inflight.models.stored.weights import open_weights
 
