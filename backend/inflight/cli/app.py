@@ -12,7 +12,6 @@ import typer
 from inflight.cli import keys as key_commands
 from inflight.cli import options
 from inflight.cli.option_groups import expand_groups
-from inflight.core.openmp import limit_spinning
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -465,6 +464,8 @@ def model_list(port: options.ServerPort = None, json_: options.ModelJson = False
 @expand_groups
 def bench_engine(chosen: options.BenchOptions, open_loop: options.PoissonOptions) -> None:
     """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""
+    from inflight_kernels.runtime.host_process import limit_spinning
+
     limit_spinning()
     if open_loop.poisson:
         if chosen.profile is not None or chosen.runs is not None:

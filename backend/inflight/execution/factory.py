@@ -218,8 +218,10 @@ def build(
 
         return CudaRunner(config, checkpoint, spec, progress), spec
     from inflight.execution.cpu_runner import CpuRunner
+    from inflight_kernels.runtime.host_process import mapped_allocations
 
-    return CpuRunner(config, checkpoint, spec, progress), spec
+    with mapped_allocations():
+        return CpuRunner(config, checkpoint, spec, progress), spec
 
 
 def _check_tiers(config: EngineConfig) -> None:

@@ -28,7 +28,6 @@ import msgspec
 from inflight import config as settings
 from inflight import log
 from inflight.checkpoint.locate import locate
-from inflight.core.openmp import limit_spinning
 from inflight.core.quarantine import Quarantine
 from inflight.core.request import Request, TokenEvent
 from inflight.engine.engine import Engine
@@ -56,7 +55,6 @@ from inflight.ipc.frames import (
 from inflight.ipc.gpu import power
 from inflight.ipc.gpu.ledger import GpuLedger, Reservation
 from inflight.ipc.heartbeat import Heartbeat
-from inflight.ipc.host_heap import mapped_allocations, return_freed_memory
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, end_with
 from inflight.ipc.request_owners import RequestOwners
@@ -64,6 +62,7 @@ from inflight.ipc.runtime_folder import gpu_folder, remove_folder_of
 from inflight.ipc.sockets.accepting import accept_connections
 from inflight.ipc.sockets.private_socket import listen
 from inflight.kv.gpu import Gpu
+from inflight_kernels.runtime.host_process import limit_spinning, return_freed_memory
 
 logger = logging.getLogger("inflight.engine")
 
@@ -432,8 +431,7 @@ def load(
     logger.info("device: %s", where)
     gpu = runners.gpu_of(config)
     if gpu is None:
-        with mapped_allocations():
-            runner, model_config = runners.build(config, checkpoint, progress)
+        runner, model_config = runners.build(config, checkpoint, progress)
     else:
         expected = runners.expected_budget_bytes(config, checkpoint, gpu.total_bytes)
         with reserved(gpu, f"{name} ({checkpoint.name})", expected, progress) as reservation:

@@ -19,8 +19,7 @@ from pathlib import Path
 from inflight_kernels.runtime.cache_folder import cache_folder
 
 _CSRC = Path(__file__).parents[1] / "csrc" / "cpu"
-# Of this machine's CPU alone. Sums keep their order, and products are fused with them where a source
-# says so.
+# Of this machine's CPU alone. Sums keep their order, fused with products where a source says so.
 _OPTIONS = (
     *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off"),
     *("-fPIC", "-shared", "-pthread"),
