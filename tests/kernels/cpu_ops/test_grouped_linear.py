@@ -1,6 +1,6 @@
 """Products with matrices of 4 and 8 bits are those of the dequantised matrix, row by row alike.
 
-Inputs are rounded to 8 bits, unless codes stand for levels.
+Inputs are rounded, unless codes stand for levels.
 """
 
 from __future__ import annotations
@@ -41,14 +41,20 @@ def drawn(
     return PackedMatrix(codes, bits, scales, least, zero, table), whole.view(n, k)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Each 32 columns to 127 steps on either side of 0."""
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """Each 32 columns to 127 steps on either side of 0, or to 127 * 254.
+
+    For codes of 4 bits the latter only in blocks whose largest square is more than twice the mean
+    of those of its row.
+    """
     blocks = x.view(len(x), -1, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
-    # Not 127 / largest, which torch computes as 127 * (1 / largest).
-    steps = torch.full_like(largest, 127.0)
+    squares = largest.square()
+    is_fine = (squares > 2 * squares.mean(1, keepdim=True)) | (bits > 4)
+    steps = torch.where(is_fine, 127.0 * 254, 127.0)
+    # Not in another order: a rounded quotient decides ties.
     factors = torch.where(largest < 1e-30, 0.0, steps / largest)
-    return ((blocks * factors).round() * (largest / 127)).view(x.shape)
+    return ((blocks * factors).round() * (largest / steps)).view(x.shape)
 
 
 def product(matrix: PackedMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,7 +85,8 @@ def test_products_are_those_of_the_dequantised_matrix(form: str, group: int) -> 
     bias = torch.randn(75, generator=generator)
     for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 97, 200):
         x = torch.randn(rows, 256, generator=generator)
-        found, read = product(matrix, x, bias), x if "levels" in form else rounded(x)
+        x[:, 64:96] *= 5  # of which a row has more steps
+        found, read = product(matrix, x, bias), x if "levels" in form else rounded(x, bits)
         expected = read.double() @ whole.double().T + bias
         terms = x.double().abs() @ whole.double().abs().T + bias.abs()
         assert ((found - expected).abs() <= 2**-17 * terms).all()

@@ -59,21 +59,27 @@ INLINE floats with_group(floats total, floats part, Group group, const float* su
     return sum ? fused(group.minimum, splat(*sum), total) : total;
 }
 
-// Rows of x, rounded to 8 bits.
+// Rows of x as integers, each block of ROUNDED columns with a scale. For codes of 8 bits they have
+// 16 bits; for those of 4 bits 8 bits, or 16 in two planes in the blocks that count most in a row.
 typedef struct {
-    const void*
-        values;  // [rows, k], int8_t for codes of 4 bits and int16_t for those of 8, permuted
-    const float* scales;  // [rows, k / ROUNDED]
-    const float* sums;    // [rows, k / group], of the rounded values; null if nothing needs them
+    // [rows, k], permuted: int16_t for codes of 8 bits, otherwise int8_t, the upper plane.
+    void* values;
+    int8_t* lower;     // [rows, k], of blocks with two planes: a value is UPPER * upper + lower
+    uint8_t* is_fine;  // [rows, k / ROUNDED], whether a block has two planes
+    float* scales;     // [rows, k / ROUNDED]
+    float* sums;       // [rows, k / group], of the rounded values; null if nothing needs them
     int64_t rows;
 } RoundedRows;
 
 // Whether there are products of codes with rounded values for a weight.
 int takes_rounded(const Weight* weight);
 
-// Round a row of x for a weight: values [k], scales [k / ROUNDED] and, unless null, sums [k /
-// group].
-void round_row(const Weight* weight, const float* x, void* values, float* scales, float* sums);
+// Rows from `first` on.
+RoundedRows rounded_from(const Weight* weight, const RoundedRows* rows, int64_t first,
+                         int64_t count);
+
+// Round a row x [k] for a weight, into one of `to`.
+void round_row(const Weight* weight, const float* x, RoundedRows to);
 
 // totals [rows, PANEL] of a panel, of at most BLOCK_ROWS rows.
 void rounded_product(const Weight* weight, int64_t panel, const RoundedRows* in, float* totals);

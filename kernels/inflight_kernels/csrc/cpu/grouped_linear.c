@@ -24,12 +24,7 @@ static void rows_of_product(const Product* p, int64_t panel, int64_t first, int6
     const Weight* w = p->weight;
     int64_t groups = w->k / w->group;
     if (p->is_rounded) {
-        RoundedRows in = p->rounded;
-        int64_t size = w->bits == 4 ? sizeof(int8_t) : sizeof(int16_t);
-        in.values = (const char*)in.values + first * w->k * size;
-        in.scales += first * (w->k / ROUNDED);
-        in.sums = in.sums ? in.sums + first * groups : 0;
-        in.rows = count;
+        RoundedRows in = rounded_from(w, &p->rounded, first, count);
         rounded_product(w, panel, &in, totals);
     } else {
         const float* sums = p->floats.sums ? p->floats.sums + first * groups : 0;
@@ -59,28 +54,17 @@ static void panels_of_product(const void* context, int64_t index) {
     }
 }
 
-typedef struct {
-    const Weight* weight;
-    const float* x;
-    void* values;
-    float *scales, *sums;  // sums may be null
-} Preparation;
-
-static void prepare_row(const void* context, int64_t row) {
-    const Preparation* p = context;
+static void round_of_product(const void* context, int64_t row) {
+    const Product* p = context;
     const Weight* w = p->weight;
-    const float* x = p->x + row * w->k;
-    float* sums = p->sums ? p->sums + row * (w->k / w->group) : 0;
-    if (p->values) {
-        int64_t size = w->bits == 4 ? sizeof(int8_t) : sizeof(int16_t);
-        float* scales = p->scales + row * (w->k / ROUNDED);
-        round_row(w, x, (char*)p->values + row * w->k * size, scales, sums);
-    } else if (sums) {
-        for (int64_t g = 0; g < w->k / w->group; g++) {
-            floats total = splat(0.0f);
-            for (int64_t i = 0; i < w->group; i += LANES) total += load(x + g * w->group + i);
-            sums[g] = sum_of(total);
-        }
+    round_row(w, p->floats.x + row * w->k, rounded_from(w, &p->rounded, row, 1));
+}
+
+static void sum_groups(const Weight* w, const float* x, int64_t rows, float* sums) {
+    for (int64_t at = 0; at < rows * w->k / w->group; at++) {
+        floats total = splat(0.0f);
+        for (int64_t i = 0; i < w->group; i += LANES) total += load(x + at * w->group + i);
+        sums[at] = sum_of(total);
     }
 }
 
@@ -100,18 +84,23 @@ static void* scratch(size_t size) {
 int grouped_linear(const Weight* w, const float* x, int64_t rows, const float* bias, float* out,
                    int64_t stride, int64_t threads) {
     int64_t groups = w->k / w->group, blocks = w->k / ROUNDED;
-    int needs_sums = w->minimums || w->zero != 0.0f, is_rounded = takes_rounded(w);
-    float* sums = scratch(rows * (sizeof(float) * (groups + blocks) + sizeof(int16_t) * w->k));
-    if (!sums) return 0;
-    float* scales = sums + rows * groups;
-    void* values = scales + rows * blocks;
-    Preparation rowwise = {w, x, is_rounded ? values : 0, scales, needs_sums ? sums : 0};
-    pool_run(prepare_row, &rowwise, rows, rows * w->k >= 1 << 14 ? threads : 1);
+    int64_t floats_of_row = groups + blocks, bytes_of_row = 3 * w->k + blocks;
+    float* memory = scratch(rows * (sizeof(float) * floats_of_row + bytes_of_row));
+    if (!memory) return 0;
+    float* sums = w->minimums || w->zero != 0.0f ? memory : 0;
+    float* scales = memory + rows * groups;
+    int8_t* values = (int8_t*)(scales + rows * blocks);
+    int8_t* lower = values + 2 * rows * w->k;  // behind values of 16 bits
+    uint8_t* is_fine = (uint8_t*)(lower + rows * w->k);
     int64_t all = (w->n + PANEL - 1) / PANEL, tasks = TASKS_PER_THREAD * threads;
     int64_t panels = (all + tasks - 1) / tasks;
-    FloatRows floats = {x, rowwise.sums, rows};
-    RoundedRows rounded = {values, scales, rowwise.sums, rows};
-    Product whole = {w, is_rounded, floats, rounded, bias, out, stride, panels};
+    FloatRows floats = {x, sums, rows};
+    RoundedRows rounded = {values, lower, is_fine, scales, sums, rows};
+    Product whole = {w, takes_rounded(w), floats, rounded, bias, out, stride, panels};
+    if (whole.is_rounded)
+        pool_run(round_of_product, &whole, rows, rows * w->k >= 1 << 12 ? threads : 1);
+    else if (sums)
+        sum_groups(w, x, rows, sums);
     pool_run(panels_of_product, &whole, (all + panels - 1) / panels, threads);
     return 1;
 }
