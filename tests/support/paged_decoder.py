@@ -18,7 +18,9 @@ BLOCK_SIZE = 4
 
 
 def load(checkpoint: Checkpoint, max_len: int = 64, dtype: torch.dtype = torch.float32) -> Decoder:
-    return Decoder(checkpoint, read_spec(checkpoint), dtype, max_len, lambda what, done: None)
+    """The weights dequantised."""
+    spec = read_spec(checkpoint)
+    return Decoder(checkpoint, spec, dtype, max_len, lambda what, done: None, "none")
 
 
 class Paged:

@@ -55,7 +55,9 @@ def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
 
     @functools.cache
     def build(num_blocks: int | None) -> tuple[Runner, ModelSpec]:
-        config = EngineConfig(model=str(checkpoint.path), num_blocks=num_blocks)
+        config = EngineConfig(
+            model=str(checkpoint.path), num_blocks=num_blocks, quantization="none"
+        )
         return runners.build(config, checkpoint, lambda what, fraction: None)
 
     def make(num_blocks: int | None = None, **settings: object) -> Engine:

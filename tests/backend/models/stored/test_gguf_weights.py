@@ -77,7 +77,9 @@ def test_a_model_computes_what_it_did(tmp_path: Path) -> None:
     kept = tiny_gguf.rounded(original, Kind.Q4_0)
     texts = [
         tiny.generate(
-            tiny.make_runner(checkpoint), [tiny.make_sequence([5, 9, 77], list(range(12)))], 30
+            tiny.make_runner(checkpoint, quantization="none"),
+            [tiny.make_sequence([5, 9, 77], list(range(12)))],
+            30,
         )
         for checkpoint in (
             tiny.write_llama(tmp_path / "hf", kept),
