@@ -56,7 +56,9 @@ def reference(checkpoint: Checkpoint) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Checkpoint) -> Engine:
-    config = EngineConfig(model=str(checkpoint.path), max_prefill_chunk=256, max_num_seqs=16)
+    config = EngineConfig(
+        model=str(checkpoint.path), max_prefill_chunk=256, max_num_seqs=16, quantization="none"
+    )
     runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
     return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
 
