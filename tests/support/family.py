@@ -156,6 +156,10 @@ MIXED: list[list[Span]] = [
 ]
 
 
+KEPT_TOLERANCE = 5e-3
+"""Of logits with weights that keep 8 bits, as `relative_rms`: inputs and scales are rounded."""
+
+
 @torch.inference_mode()
 def our_logits(
     checkpoint: Checkpoint,
@@ -214,6 +218,12 @@ def _compute(model: Decoder, texts: list[list[int]], steps: list[list[Span]]) ->
         for (text, start, end), (a, b) in zip(spans, itertools.pairwise(starts), strict=True):
             found[text][start:end] = logits[a:b]
     return found
+
+
+def relative_rms(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of differences, relative to that of what is expected."""
+    difference = (found.double() - expected.double()).square().mean().sqrt()
+    return float(difference / expected.double().square().mean().sqrt())
 
 
 def check(
@@ -353,7 +363,10 @@ class Suite:
             self.extra(model.config),
             **self.metadata(model.config),
         )
-        check(checkpoint, model)
+        check(checkpoint, model, quantization="none")
+        text = tokens(seed=1)
+        (kept,) = our_logits(checkpoint, [text], [[(0, 0, len(text))]])
+        assert relative_rms(kept, reference_logits(model, text)) < KEPT_TOLERANCE
 
     def test_the_decoder_of_gpus_computes_the_same(
         self,

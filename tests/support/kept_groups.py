@@ -5,21 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import family
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 
 KEPT_TOLERANCE = 6e-2
-"""Of logits, as `relative_rms`: kernels keep fewer bits of scales, and of activations, than there
-are in float32."""
-
-
-def relative_rms(found: Tensor, expected: Tensor) -> float:
-    """Root mean square of differences, relative to that of what is expected."""
-    difference = (found.double() - expected.double()).square().mean().sqrt()
-    return float(difference / expected.double().square().mean().sqrt())
+"""Of logits, as `family.relative_rms`: kernels keep fewer bits of scales, and of activations, than
+there are in float32."""
 
 
 def check(checkpoint: Checkpoint, model: Any, quantization: Quantization = "auto") -> None:
@@ -28,4 +21,4 @@ def check(checkpoint: Checkpoint, model: Any, quantization: Quantization = "auto
     texts = [family.tokens(seed=1), family.tokens(seed=2)]
     found = family.our_logits(checkpoint, texts, family.MIXED, quantization=quantization)
     expected = [family.reference_logits(model, text) for text in texts]
-    assert relative_rms(torch.cat(found), torch.cat(expected)) < KEPT_TOLERANCE
+    assert family.relative_rms(torch.cat(found), torch.cat(expected)) < KEPT_TOLERANCE

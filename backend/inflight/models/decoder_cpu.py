@@ -29,6 +29,7 @@ from inflight.models.layers.weights import (
 )
 from inflight.models.loader import CpuPlacement, Progress, load_weights
 from inflight.models.quantization.choice import cpu_format
+from inflight.models.quantization.grouped_cpu import CpuGroupedLinear
 from inflight.models.spec import (
     Activation,
     AttentionSpec,
@@ -92,11 +93,12 @@ class Decoder:
         self.features: Tensor | None = None
         self._aux_layers: tuple[int, ...] = ()
         self._ropes = RotaryTables(spec, max_len, dtype)
-        self._ops = cpu_ops(dtype)
         found = cpu_format(checkpoint, quantization, keeps_groups=has_kernels())
         self.weights: ModelWeights[CpuWeight, CpuExperts, CpuEmbedding] = load_weights(
             checkpoint, spec, CpuPlacement(dtype, found), progress
         )
+        rounds_inputs = isinstance(self.weights.layers[0].out, CpuGroupedLinear)
+        self._ops = cpu_ops(dtype, rounds_inputs=rounds_inputs)
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:
         """Keep the input hidden states of these layers, concatenated, in `features`; num_layers

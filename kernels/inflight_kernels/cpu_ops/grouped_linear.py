@@ -124,7 +124,7 @@ class PackedMatrix:
             raise MemoryError(f"no memory for a product of {num_rows} rows")
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [m] int64, each in 0..n-1, dequantised: [m, k] float32."""
+        """Rows [m] int64, dequantised: [m, k] float32; NaN of a row that there is not."""
         index = index.contiguous()
         out = torch.empty(index.shape[0], self.shape[1])
         self._library.grouped_rows(self._pointer, index.data_ptr(), index.shape[0], out.data_ptr())

@@ -16,7 +16,7 @@ from torch import Tensor
 from inflight_kernels.runtime.host_compile import library
 from inflight_kernels.torch_ops import transformer as definitions
 from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
-from inflight_kernels.torch_ops.transformer import AttentionPlan
+from inflight_kernels.torch_ops.transformer import AttentionPlan, SingleRows
 
 _MAX_GROUP, _MAX_DIM, _LANES = 16, 256, 8
 """Of `attend_rows`: query heads of a key head, and dimensions of a head, a multiple of lanes."""
@@ -30,7 +30,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
         ("q_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("rows", "tables", "seq_lens")),
+        *((name, ctypes.c_void_p) for name in ("rows", "owners", "tables", "seq_lens")),
         *(
             (name, ctypes.c_int64)
             for name in ("table_width", "block_size", "heads", "kv_heads", "dim", "window")
@@ -133,36 +133,75 @@ def attend(
     """See `torch_ops.transformer.attend`.
 
     Chunks of several queries are left to torch, whose matrix products are faster for them; so are
-    caps, sinks and 8-bit caches.
+    caps, sinks, 8-bit caches and heads of other shapes.
     """
-    num_rows, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    fits = dim % _LANES == 0 and dim <= _MAX_DIM and heads // kv_heads <= _MAX_GROUP
-    if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV) or not fits:
+    if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
         return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
-    if cap or sinks is not None:
+    if cap or sinks is not None or not _fits(q, k_cache):
         return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
-    out = torch.empty(num_rows, heads * dim)
-    single = plan.single
-    if single.num_keys:
-        attention = _Attention(
-            q.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            out.data_ptr(),
-            q.stride(0),
-            *single.pointers,
-            single.tables.shape[1],
-            k_cache.shape[1],
-            heads,
-            kv_heads,
-            dim,
-            plan.window,
-            scale,
-        )
-        threads = torch.get_num_threads() if single.num_keys * dim > _PARALLEL_WORK else 1
-        _functions().attend_rows(ctypes.byref(attention), single.rows.shape[0], threads)
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
+    _attend_rows(q, k_cache, v_cache, plan, plan.single, scale, out)
     for piece in plan.pieces:
         rows = slice(piece.start, piece.end)
         out[rows] = definitions.attend_chunk(q[rows], k_cache, v_cache, piece, scale)
     return out
+
+
+def attend_each(
+    q: Tensor,
+    k_cache: KVMemory,
+    v_cache: KVMemory,
+    plan: AttentionPlan,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `attend`, each query on its own: its result does not depend on the chunk that it is in.
+
+    What is left to torch may.
+    """
+    if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
+        return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
+    if cap or sinks is not None or not _fits(q, k_cache):
+        return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
+    _attend_rows(q, k_cache, v_cache, plan, plan.every, scale, out)
+    return out
+
+
+def _fits(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether the kernel takes these shapes."""
+    _, heads, dim = q.shape
+    return dim % _LANES == 0 and dim <= _MAX_DIM and heads // k_cache.shape[2] <= _MAX_GROUP
+
+
+def _attend_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    which: SingleRows,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attention of these rows of q, written into those of out."""
+    if not which.num_keys:
+        return
+    _, heads, dim = q.shape
+    attention = _Attention(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        q.stride(0),
+        *which.pointers,
+        which.tables.shape[1],
+        k_cache.shape[1],
+        heads,
+        k_cache.shape[2],
+        dim,
+        plan.window,
+        scale,
+    )
+    threads = torch.get_num_threads() if which.num_keys * dim > _PARALLEL_WORK else 1
+    _functions().attend_rows(ctypes.byref(attention), which.rows.shape[0], threads)

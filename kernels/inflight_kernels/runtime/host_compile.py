@@ -35,17 +35,30 @@ class HostCompileError(RuntimeError):
 def library() -> ctypes.CDLL:
     """The functions of all sources, compiled when they are first used on this machine.
 
+    If the cache cannot be written, each process compiles for itself.
+
     Raises:
         HostCompileError: no compiler, one that rejects a source, or no space for the library.
     """
     command = shlex.split(os.environ.get("CC", "cc"))
     path = cache_folder() / f"cpu-{_key(command)}.so"
     try:
-        if not path.is_file():
-            _compile(command, path)
+        if not path.is_file() and not _is_cached(command, path):
+            with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
+                _compile(command, Path(folder) / path.name)
+                return ctypes.CDLL(str(Path(folder) / path.name))
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise HostCompileError(f"{path}: {error}") from None
+
+
+def _is_cached(command: list[str], path: Path) -> bool:
+    """Compile into the cache, unless it cannot be written."""
+    try:
+        _compile(command, path)
+    except OSError:
+        return False
+    return True
 
 
 def _key(command: list[str]) -> str:

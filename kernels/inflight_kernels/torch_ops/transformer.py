@@ -277,21 +277,23 @@ class ChunkPiece:
 
 @dataclass(frozen=True, slots=True)
 class SingleRows:
-    """Chunks of one token, in the order of the batch.
+    """Rows of q that attend on their own, in the order of the batch.
 
     Attributes:
         rows: [n] int64, in q.
-        tables: [n, B] int64, contiguous; entries past a sequence's length are not read.
-        seq_lens: [n] int64, keys of each, its own included.
-        num_keys: of all.
-        pointers: of rows, tables and seq_lens; numpy takes a microsecond for each.
+        owners: [n] int64, the chunk of each.
+        tables: [chunks, B] int64, contiguous; entries past a sequence's length are not read.
+        seq_lens: [n] int64, keys of each row, its own included.
+        num_keys: of all rows.
+        pointers: of rows, owners, tables and seq_lens; numpy takes a microsecond for each.
     """
 
     rows: Ints
+    owners: Ints
     tables: Ints
     seq_lens: Ints
     num_keys: int
-    pointers: tuple[int, int, int]
+    pointers: tuple[int, int, int, int]
 
 
 class AttentionPlan:
@@ -352,13 +354,23 @@ class AttentionPlan:
     @functools.cached_property
     def single(self) -> SingleRows:
         """The chunks of one token."""
-        block_tables, query_start, seq_lens, *_ = self._step
-        rows, tables, lens = (
-            np.ascontiguousarray(each[self._single], np.int64)
-            for each in (query_start, block_tables, seq_lens)
+        _, query_start, seq_lens, *_ = self._step
+        return self._rows(query_start[self._single], self._single, seq_lens[self._single])
+
+    @functools.cached_property
+    def every(self) -> SingleRows:
+        """All rows."""
+        _, query_start, seq_lens, *_ = self._step
+        rows = np.arange(query_start[-1])
+        owners = np.repeat(np.arange(len(seq_lens)), np.diff(query_start))
+        return self._rows(rows, owners, seq_lens[owners] - (query_start[owners + 1] - 1 - rows))
+
+    def _rows(self, rows: Ints, owners: Ints, seq_lens: Ints) -> SingleRows:
+        rows, owners, tables, lens = (
+            np.ascontiguousarray(each, np.int64) for each in (rows, owners, self._step[0], seq_lens)
         )
-        pointers = rows.ctypes.data, tables.ctypes.data, lens.ctypes.data
-        return SingleRows(rows, tables, lens, int(lens.sum()), pointers)
+        pointers = rows.ctypes.data, owners.ctypes.data, tables.ctypes.data, lens.ctypes.data
+        return SingleRows(rows, owners, tables, lens, int(lens.sum()), pointers)
 
     @functools.cached_property
     def groups(self) -> list[DecodeGroup]:

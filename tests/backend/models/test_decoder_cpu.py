@@ -153,7 +153,9 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return ops.silu_mul(x)
 
     monkeypatch.setattr(
-        decoder_cpu, "cpu_ops", lambda dtype: dataclasses.replace(ops, silu_mul=counted)
+        decoder_cpu,
+        "cpu_ops",
+        lambda dtype, rounds_inputs: dataclasses.replace(ops, silu_mul=counted),
     )
     return found
 

@@ -114,6 +114,7 @@ def test_rows_are_dequantised_exactly(form: str) -> None:
     index = torch.tensor([74, 0, 31, 32, 74])
     assert torch.equal(matrix.rows(index), whole[index])
     assert matrix.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 128)
+    assert matrix.rows(torch.tensor([75, -1])).isnan().all()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -15,7 +15,9 @@ from inflight_kernels.runtime.host_compile import HostCompileError, library
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, and no library loaded from another one."""
+    """A cache of its own, no library loaded from another one, and quick compilations here."""
+    quick = tuple(option.replace("-O3", "-O0") for option in host_compile._OPTIONS)
+    monkeypatch.setattr(host_compile, "_OPTIONS", quick)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library.cache_clear()
     yield tmp_path / "inflight" / "kernels"
@@ -39,12 +41,21 @@ def test_a_library_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [before]
 
 
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    library().grouped_linear  # noqa: B018
+
+
 def test_sources_have_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     options = (*host_compile._OPTIONS, "-Wall", "-Wextra", "-Werror")
     monkeypatch.setattr(host_compile, "_OPTIONS", options)
     library()
 
 
+@pytest.mark.long
 def test_processes_may_compile_at_once(fresh: Path) -> None:
     command = [
         sys.executable,
@@ -89,6 +100,7 @@ def test_a_damaged_entry_is_reported(fresh: Path) -> None:
     assert f"HostCompileError: {entry}" in done.stderr
 
 
+@pytest.mark.long
 def test_a_cpu_without_these_vectors_computes_the_same() -> None:
     """The tests of the kernels, in code for another CPU."""
     folder = Path(__file__).parents[1] / "cpu_ops"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,8 +48,16 @@ def has_kernels() -> bool:
     return True
 
 
-def cpu_ops(dtype: torch.dtype) -> CpuOps:
-    """For activations of this type."""
-    if dtype == torch.float32 and has_kernels():
-        return _ops_of(kernels)
-    return _ops_of(definitions)
+def cpu_ops(dtype: torch.dtype, *, rounds_inputs: bool = False) -> CpuOps:
+    """For activations of this type.
+
+    Args:
+        dtype: of them.
+        rounds_inputs: whether linear layers round their inputs, so that a difference in the last
+            bit can become one of a step. Queries then attend each on its own, and a prompt gets the
+            same numbers in whatever parts it is computed.
+    """
+    if dtype != torch.float32 or not has_kernels():
+        return _ops_of(definitions)
+    found = _ops_of(kernels)
+    return replace(found, attend=kernels.attend_each) if rounds_inputs else found

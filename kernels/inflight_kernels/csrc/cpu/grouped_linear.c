@@ -1,5 +1,6 @@
 // Linear layers and embeddings with weight-only matrices on a CPU; see grouped.h.
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "grouped.h"
@@ -105,12 +106,16 @@ int grouped_linear(const Weight* w, const float* x, int64_t rows, const float* b
     return 1;
 }
 
-// Rows of the weight, dequantised: out [count, k].
+// Rows of the weight, dequantised: out [count, k]. A row that there is not is NaN.
 void grouped_rows(const Weight* w, const int64_t* rows, int64_t count, float* out) {
     int per_word = 32 / (int)w->bits;
     uint32_t mask = w->bits == 4 ? 15 : 255;
     int64_t groups = w->k / w->group;
     for (int64_t i = 0; i < count; i++) {
+        if (rows[i] < 0 || rows[i] >= w->n) {
+            for (int64_t column = 0; column < w->k; column++) out[i * w->k + column] = NAN;
+            continue;
+        }
         int64_t panel = rows[i] / PANEL, lane = rows[i] % PANEL, within = lane % LANES;
         const uint32_t* codes = w->codes + panel * (w->k / per_word) * PANEL + lane;
         float *to = out + i * w->k, factor = w->factors[rows[i]];

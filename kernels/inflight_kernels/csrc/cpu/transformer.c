@@ -80,7 +80,8 @@ typedef struct {
     float* out;
     int64_t q_stride;         // floats from one row of q to the next
     const int64_t* rows;      // of q and out
-    const int64_t* tables;    // [sequences, table_width], blocks of the sequence of each row
+    const int64_t* owners;    // the sequence of each row
+    const int64_t* tables;    // [sequences, table_width], its blocks
     const int64_t* seq_lens;  // keys of each row
     int64_t table_width, block_size, heads, kv_heads, dim, window;
     float scale;
@@ -90,10 +91,10 @@ typedef struct {
 // (arXiv:2205.14135, its online softmax), block by block.
 static void attend_group(const void* context, int64_t index) {
     const Attention* a = context;
-    int64_t sequence = index / a->kv_heads, kv_head = index % a->kv_heads;
+    int64_t place = index / a->kv_heads, kv_head = index % a->kv_heads;
     int64_t group = a->heads / a->kv_heads, dim = a->dim, step = a->kv_heads * dim;
-    int64_t row = a->rows[sequence], seq_len = a->seq_lens[sequence];
-    const int64_t* table = a->tables + sequence * a->table_width;
+    int64_t row = a->rows[place], seq_len = a->seq_lens[place];
+    const int64_t* table = a->tables + a->owners[place] * a->table_width;
     const float* q = a->q + row * a->q_stride + kv_head * group * dim;
     float most[MAX_GROUP], norm[MAX_GROUP];
     float sums[MAX_GROUP * MAX_DIM] __attribute__((aligned(64)));
@@ -139,6 +140,6 @@ static void attend_group(const void* context, int64_t index) {
 }
 
 // Attention of single queries over the blocks of their sequences.
-void attend_rows(const Attention* attention, int64_t sequences, int64_t threads) {
-    pool_run(attend_group, attention, sequences * attention->kv_heads, threads);
+void attend_rows(const Attention* attention, int64_t rows, int64_t threads) {
+    pool_run(attend_group, attention, rows * attention->kv_heads, threads);
 }

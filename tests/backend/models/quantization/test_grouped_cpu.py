@@ -15,6 +15,7 @@ import family
 import grouped_folders as folders
 import quantized_models
 import tiny_gguf
+from family import relative_rms
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.models import decoder_cpu
@@ -30,7 +31,7 @@ from inflight.models.quantization.rounding import quantize_groups
 from inflight.models.quantization.unquantized import CpuLinear, CpuTable
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
-from kept_groups import KEPT_TOLERANCE, relative_rms
+from kept_groups import KEPT_TOLERANCE
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Tokens have all experts, so that no choice changes where activations are rounded.

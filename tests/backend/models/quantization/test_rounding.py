@@ -12,6 +12,7 @@ from torch import Tensor
 
 import family
 import grouped_folders as folders
+from family import relative_rms
 from inflight.models import decoder_cpu
 from inflight.models.loader import linear_names
 from inflight.models.quantization.rounding import (
@@ -20,7 +21,7 @@ from inflight.models.quantization.rounding import (
     quantize_symmetrically,
 )
 from inflight.models.registry import read_spec
-from kept_groups import KEPT_TOLERANCE, relative_rms
+from kept_groups import KEPT_TOLERANCE
 
 NUMBERS = st.floats(-100, 100, width=32)
 

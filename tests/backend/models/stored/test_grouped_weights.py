@@ -18,6 +18,7 @@ import family
 import family_gpu
 import grouped_folders as folders
 import latents
+from family import relative_rms
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.errors import ConfigError
@@ -26,7 +27,7 @@ from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.matrix import QuantizedMatrix
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
-from kept_groups import KEPT_TOLERANCE, relative_rms
+from kept_groups import KEPT_TOLERANCE
 
 # Tokens have all experts, so that no choice changes where activations are rounded.
 MOE = family.SHAPE | {
