@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -81,21 +82,19 @@ class Served:
 
     Args:
         address: of its gRPC endpoint.
-        texts: prompts of about PROMPT_LEN tokens.
     """
 
-    def __init__(self, address: str, texts: list[str]) -> None:
+    def __init__(self, address: str) -> None:
         self._address = address
-        self._texts = texts
 
-    def run(self, count: int) -> float:
-        """Seconds for so many requests at once."""
-        return asyncio.run(self._run(count))
+    def run(self, prompts: list[str]) -> float:
+        """Seconds for these requests at once."""
+        return asyncio.run(self._run(prompts))
 
-    async def _run(self, count: int) -> float:
+    async def _run(self, prompts: list[str]) -> float:
         async with AsyncClient(self._address) as client:
             started = time.perf_counter()
-            await asyncio.gather(*(self._stream(client, self._texts[i]) for i in range(count)))
+            await asyncio.gather(*(self._stream(client, prompt) for prompt in prompts))
             return time.perf_counter() - started
 
     async def _stream(self, client: AsyncClient, text: str) -> None:
@@ -105,13 +104,11 @@ class Served:
                 pass
 
 
-def texts(count: int) -> list[str]:
-    """Different texts of some 64 tokens."""
+def texts(count: int, seed: int) -> list[str]:
+    """Different texts of some 64 tokens: a word is one."""
     words = ("one", "river", "two", "mountain", "three", "forest", "four", "harbour", "meadow")
-    return [
-        " ".join(words[(i * 7 + j * (i + 3)) % len(words)] for j in range(PROMPT_LEN - 14))
-        for i in range(count)
-    ]
+    drawn = random.Random(seed)
+    return [" ".join(drawn.choices(words, k=PROMPT_LEN)) for _ in range(count)]
 
 
 def engine_memory_mb() -> float:
@@ -132,7 +129,7 @@ def measure(options: argparse.Namespace, checkpoint: Checkpoint, address: str) -
         "engine, dequantised": Ours(checkpoint, options.threads, quantization="none"),
         "llama.cpp": LlamaCpp(options.node_modules, checkpoint.path, options.threads),
     }
-    served = Served(address, texts(CONCURRENCY))
+    served = Served(address)
     rates: dict[str, list[float]] = {}
     equal = 0
     for number in range(-1, options.rounds):  # round -1 warms up
@@ -143,8 +140,11 @@ def measure(options: argparse.Namespace, checkpoint: Checkpoint, address: str) -
             seconds[f"{name}, {CONCURRENCY} at once"], together = engine.run(batch)
             if name == "engine" and number >= 0:
                 equal += alone[0] == together[0]
-        seconds["server, alone"] = served.run(1)
-        seconds[f"server, {CONCURRENCY} at once"] = served.run(CONCURRENCY)
+        # Texts of their own, so that no prefix is cached.
+        seconds["server, alone"] = served.run(texts(1, seed=2 * number))
+        seconds[f"server, {CONCURRENCY} at once"] = served.run(
+            texts(CONCURRENCY, seed=2 * number + 1)
+        )
         for name, taken in seconds.items():
             count = 1 if name.endswith("alone") else CONCURRENCY
             if number >= 0:
