@@ -12,6 +12,9 @@ import pytest
 from inflight_kernels.runtime import host_compile
 from inflight_kernels.runtime.host_compile import HostCompileError, library
 
+# In a process of its own.
+COMPILE = [sys.executable, "-c", f"from {host_compile.__name__} import library; library()"]
+
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -57,12 +60,7 @@ def test_sources_have_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_processes_may_compile_at_once(fresh: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from inflight_kernels.runtime import host_compile as h; h.library()",
-    ]
-    running = [subprocess.Popen(command, env=os.environ) for _ in range(3)]
+    running = [subprocess.Popen(COMPILE, env=os.environ) for _ in range(3)]
     assert [process.wait(120) for process in running] == [0, 0, 0]
     assert len(list(fresh.iterdir())) == 1, "neither partial files nor further entries"
 
@@ -92,11 +90,10 @@ def test_another_compiler_makes_another_library(
 
 def test_a_damaged_entry_is_reported(fresh: Path) -> None:
     """In other processes: this one would keep the library that it has loaded."""
-    command = [sys.executable, "-c", f"from {host_compile.__name__} import library; library()"]
-    subprocess.run(command, env=os.environ, check=True)
+    subprocess.run(COMPILE, env=os.environ, check=True)
     (entry,) = fresh.iterdir()
     entry.write_bytes(b"no library")
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+    done = subprocess.run(COMPILE, env=os.environ, capture_output=True, text=True)
     assert f"HostCompileError: {entry}" in done.stderr
 
 

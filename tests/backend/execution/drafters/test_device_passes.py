@@ -177,7 +177,7 @@ def unrepeated(rig: Rig) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected_unrepeated(rig: Rig) -> dict[int, list[int]]:
-    """What is said to those without drafts, on any way."""
+    """Outputs of `unrepeated` requests by an engine without drafts."""
     with pytest.MonkeyPatch.context() as patched:
         host_kernels.install(patched)
         expected = generate(rig.make_engine(), unrepeated(rig))

@@ -32,7 +32,7 @@ def matrices(parts: Parts, layouts: list[Layout]) -> dict[str, StoredMatrix]:
 
     Args:
         parts: of the folder.
-        layouts: of this kind; which of them a weight has is told by its tensors.
+        layouts: of this kind; a weight's tensors decide which of them it has.
 
     Raises:
         ConfigError: tensors of a weight do not fit together.
