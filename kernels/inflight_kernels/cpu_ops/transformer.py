@@ -129,43 +129,25 @@ def attend(
     scale: float,
     cap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    each: bool = False,
 ) -> Tensor:
     """See `torch_ops.transformer.attend`.
 
-    Chunks of several queries are left to torch, whose matrix products are faster for them; so are
-    caps, sinks, 8-bit caches and heads of other shapes.
+    Caps, sinks, 8-bit caches and heads of other shapes are left to torch; so are chunks of several
+    queries, for which its matrix products are faster. With `each` they are not: a query attends on
+    its own, and its result does not depend on the chunk that it is in.
     """
     if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
         return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
     if cap or sinks is not None or not _fits(q, k_cache):
         return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
-    _attend_rows(q, k_cache, v_cache, plan, plan.single, scale, out)
-    for piece in plan.pieces:
+    alone = plan.every if each else plan.single
+    _attend_rows(q, k_cache, v_cache, plan, alone, scale, out)
+    for piece in () if each else plan.pieces:
         rows = slice(piece.start, piece.end)
         out[rows] = definitions.attend_chunk(q[rows], k_cache, v_cache, piece, scale)
-    return out
-
-
-def attend_each(
-    q: Tensor,
-    k_cache: KVMemory,
-    v_cache: KVMemory,
-    plan: AttentionPlan,
-    scale: float,
-    cap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """As `attend`, each query on its own: its result does not depend on the chunk that it is in.
-
-    What is left to torch may.
-    """
-    if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
-        return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
-    if cap or sinks is not None or not _fits(q, k_cache):
-        return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
-    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
-    _attend_rows(q, k_cache, v_cache, plan, plan.every, scale, out)
     return out
 
 

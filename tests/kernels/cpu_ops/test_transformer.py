@@ -113,7 +113,7 @@ class Step:
         expected = definitions.attend(self.q, k, v, self.plan, self.scale)
         found = kernels.attend(self.q, self.k, self.v, self.plan, self.scale)
         torch.testing.assert_close(found, expected, atol=3e-6, rtol=3e-5)
-        each = kernels.attend_each(self.q, k, v, self.plan, self.scale)
+        each = kernels.attend(self.q, k, v, self.plan, self.scale, each=True)
         torch.testing.assert_close(each, expected, atol=3e-6, rtol=3e-5)
 
 
@@ -152,12 +152,12 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
 @pytest.mark.parametrize("window", [0, 10])
 def test_a_query_has_the_same_bits_in_any_chunk(window: int) -> None:
     step = Step([30], [50], 4, 2, 16, window=window)
-    whole = kernels.attend_each(step.q, step.k, step.v, step.plan, step.scale)
+    whole = kernels.attend(step.q, step.k, step.v, step.plan, step.scale, each=True)
     for first, last in ((0, 1), (1, 8), (8, 30)):
         plan = AttentionPlan(
             step.tables, np.array([0, last - first]), np.array([20 + last]), 16, window=window
         )
-        part = kernels.attend_each(step.q[first:last], step.k, step.v, plan, step.scale)
+        part = kernels.attend(step.q[first:last], step.k, step.v, plan, step.scale, each=True)
         assert torch.equal(part, whole[first:last])
 
 

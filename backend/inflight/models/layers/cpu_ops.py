@@ -60,4 +60,6 @@ def cpu_ops(dtype: torch.dtype, *, rounds_inputs: bool = False) -> CpuOps:
     if dtype != torch.float32 or not has_kernels():
         return _ops_of(definitions)
     found = _ops_of(kernels)
-    return replace(found, attend=kernels.attend_each) if rounds_inputs else found
+    if not rounds_inputs:
+        return found
+    return replace(found, attend=functools.partial(kernels.attend, each=True))
