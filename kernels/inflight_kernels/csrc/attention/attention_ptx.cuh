@@ -75,6 +75,21 @@ __device__ __forceinline__ void copy_part_async_if(bool wanted, unsigned target,
         : "memory");
 }
 
+// Copies 16 bytes that are used once: evicted first from the L2 cache.
+__device__ __forceinline__ void copy_once_if(bool wanted, unsigned target, const void* source) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %3, 0;\n"
+        "@wanted cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n"
+        "}"
+        :
+        : "r"(target), "l"(__cvta_generic_to_global(source)), "l"(EVICT_FIRST),
+          "r"(static_cast<int>(wanted))
+        : "memory");
+}
+
 // The same of 16 bytes, or zeros if not `valid`.
 __device__ __forceinline__ void copy_async_if(bool wanted, unsigned target, const void* source,
                                               bool valid) {
