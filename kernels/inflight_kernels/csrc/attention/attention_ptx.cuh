@@ -75,6 +75,18 @@ __device__ __forceinline__ void copy_part_async_if(bool wanted, unsigned target,
         : "memory");
 }
 
+// Loads 16 bytes that no kernel writes and that are used once: not kept in L1, and evicted first
+// from the L2 cache.
+__device__ __forceinline__ uint4 load_once(const void* address) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
+    uint4 value;
+    asm volatile(
+        "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "l"(__cvta_generic_to_global(address)), "l"(EVICT_FIRST));
+    return value;
+}
+
 // Copies 16 bytes that are used once: evicted first from the L2 cache.
 __device__ __forceinline__ void copy_once_if(bool wanted, unsigned target, const void* source) {
     constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it

@@ -5,7 +5,7 @@
 // Past n and k, scales are 0. A record has its codes in the order in which lanes take them as the
 // left operand of mma.m16n8k16, or of wgmma with that operand in registers: lane l, with g = l / 4
 // and p = l % 4, has of each 16 columns 2p, 2p + 1, 2p + 8 and 2p + 9 of the rows g and g + 8. Then
-// come the scales of its groups, those of the rows g and g + 8 next to each other.
+// come for each g the scales of all groups, those of the rows g and g + 8 next to each other.
 //
 // Every kernel multiplies with the same numbers: code * scale + minimum, rounded to bfloat16.
 #pragma once
@@ -35,8 +35,9 @@ struct Records {
     static constexpr bool MINIMUMS = MINIMUMS_;
     static constexpr int CODE_BYTES = ROWS * COLUMNS / (CODES == INT8 ? 1 : 2);
     static constexpr int GROUPS = COLUMNS / GROUP;
-    static constexpr int GROUP_BYTES = MINIMUMS ? 64 : 32;  // scales of 16 rows
-    static constexpr int BYTES = CODE_BYTES + GROUPS * GROUP_BYTES;
+    static constexpr int CODE_VECTORS = CODE_BYTES / 512;  // of 16 bytes, of a lane
+    static constexpr int SCALE_WORDS = GROUPS * (MINIMUMS ? 2 : 1);  // of a lane
+    static constexpr int BYTES = CODE_BYTES + 32 * SCALE_WORDS;
 
     // Where the records of 16 rows begin, in bytes.
     static __device__ __forceinline__ long long offset(int row_tile, int k) {
@@ -73,10 +74,23 @@ __device__ __forceinline__ uint4 load_record(unsigned address) {
     return value;
 }
 
+// (a & b) | c, in one instruction.
+__device__ __forceinline__ unsigned and_or(unsigned a, unsigned b, unsigned c) {
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+
 // Scales and minimums of a lane's two rows, of one group; each twice, for pairs of columns.
 struct Scales {
     unsigned upper, lower;  // rows g and g + 8
     unsigned upper_minimum, lower_minimum;
+
+    __device__ __forceinline__ Scales(unsigned both, unsigned minimums)
+        : upper(__byte_perm(both, both, 0x1010)),
+          lower(__byte_perm(both, both, 0x3232)),
+          upper_minimum(__byte_perm(minimums, minimums, 0x1010)),
+          lower_minimum(__byte_perm(minimums, minimums, 0x3232)) {}
 };
 
 // A lane's codes of 32 columns: two steps.
@@ -85,48 +99,87 @@ struct Codes {
     unsigned words[R::CODES == INT8 ? 4 : 2];
 };
 
+// A lane's codes of a record, as vectors -> in the order of steps.
+template <class R>
+__device__ __forceinline__ void split(const uint4 (&vectors)[R::CODE_VECTORS],
+                                      Codes<R> (&to)[COLUMNS / (2 * STEP)]) {
+#pragma unroll
+    for (int i = 0; i < R::CODE_VECTORS; i++) {
+        const uint4 raw = vectors[i];
+        if constexpr (R::CODES == INT8) {
+            to[i].words[0] = raw.x, to[i].words[1] = raw.y;
+            to[i].words[2] = raw.z, to[i].words[3] = raw.w;
+        } else {
+            to[2 * i].words[0] = raw.x, to[2 * i].words[1] = raw.y;
+            to[2 * i + 1].words[0] = raw.z, to[2 * i + 1].words[1] = raw.w;
+        }
+    }
+}
+
 // What a lane takes from a record in shared memory.
 template <class R>
 struct Reader {
     unsigned record;  // address
     int lane;
 
-    // Of all columns, in the order of steps: fewer accesses than one for each pair of steps.
     __device__ __forceinline__ void read(Codes<R> (&to)[COLUMNS / (2 * STEP)]) const {
-        constexpr int PAIRS = COLUMNS / (2 * STEP);
-        if constexpr (R::CODES == INT8) {
+        uint4 vectors[R::CODE_VECTORS];
 #pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                const uint4 raw = load_record(record + i * 512 + lane * 16);
-                to[i].words[0] = raw.x, to[i].words[1] = raw.y;
-                to[i].words[2] = raw.z, to[i].words[3] = raw.w;
-            }
+        for (int i = 0; i < R::CODE_VECTORS; i++)
+            vectors[i] = load_record(record + i * 512 + lane * 16);
+        split<R>(vectors, to);
+    }
+
+    // Of the group with this step.
+    __device__ __forceinline__ Scales scales(int step) const {
+        const unsigned place = record + R::CODE_BYTES + lane / 4 * (4 * R::SCALE_WORDS) +
+                               step * STEP / R::GROUP * (R::MINIMUMS ? 8 : 4);
+        unsigned both, minimums = 0;
+        if constexpr (R::MINIMUMS)
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(both), "=r"(minimums)
+                         : "r"(place)
+                         : "memory");
+        else
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(place) : "memory");
+        return Scales(both, minimums);
+    }
+};
+
+// What a lane takes from a record, in registers.
+template <class R>
+struct Loaded {
+    uint4 codes[R::CODE_VECTORS];
+    unsigned words[R::SCALE_WORDS];
+
+    // From global memory; once, and evicted first from the L2 cache.
+    __device__ __forceinline__ void load(const unsigned char* record, int lane) {
+#pragma unroll
+        for (int i = 0; i < R::CODE_VECTORS; i++)
+            codes[i] = ptx::load_once(record + i * 512 + lane * 16);
+        const unsigned char* const from = record + R::CODE_BYTES + lane / 4 * (4 * R::SCALE_WORDS);
+        if constexpr (R::SCALE_WORDS == 1) {
+            words[0] = __ldg(reinterpret_cast<const unsigned*>(from));
+        } else if constexpr (R::SCALE_WORDS == 2) {
+            const uint2 pair = __ldg(reinterpret_cast<const uint2*>(from));
+            words[0] = pair.x, words[1] = pair.y;
         } else {
 #pragma unroll
-            for (int i = 0; i < PAIRS; i += 2) {
-                const uint4 raw = load_record(record + i * 256 + lane * 16);
-                to[i].words[0] = raw.x, to[i].words[1] = raw.y;
-                to[i + 1].words[0] = raw.z, to[i + 1].words[1] = raw.w;
+            for (int i = 0; i < R::SCALE_WORDS / 4; i++) {
+                const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from) + i);
+                words[4 * i] = raw.x, words[4 * i + 1] = raw.y;
+                words[4 * i + 2] = raw.z, words[4 * i + 3] = raw.w;
             }
         }
     }
 
     // Of the group with this step.
     __device__ __forceinline__ Scales scales(int step) const {
-        const unsigned place = record + R::CODE_BYTES + step * STEP / R::GROUP * R::GROUP_BYTES;
-        unsigned both, minimums = 0;
+        const int group = step * STEP / R::GROUP;
         if constexpr (R::MINIMUMS)
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                         : "=r"(both), "=r"(minimums)
-                         : "r"(place + lane / 4 * 8)
-                         : "memory");
+            return Scales(words[2 * group], words[2 * group + 1]);
         else
-            asm volatile("ld.shared.u32 %0, [%1];"
-                         : "=r"(both)
-                         : "r"(place + lane / 4 * 4)
-                         : "memory");
-        return {__byte_perm(both, both, 0x1010), __byte_perm(both, both, 0x3232),
-                __byte_perm(minimums, minimums, 0x1010), __byte_perm(minimums, minimums, 0x3232)};
+            return Scales(words[group], 0);
     }
 };
 
@@ -142,13 +195,13 @@ __device__ __forceinline__ void decode(const unsigned* words, const Table& table
         // From 128 on, bfloat16 counts in ones.
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            to[i] = subtract((words[0] >> 4 * i & 0x000f000fu) | 0x43004300u, 0x43084308u);
+            to[i] = subtract(and_or(words[0] >> 4 * i, 0x000f000fu, 0x43004300u), 0x43084308u);
     } else if constexpr (CODES == E2M1) {
         // Sign, exponent and mantissa where bfloat16 has them: the value times 2^-126.
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const unsigned top = words[0] << (12 - 4 * i);
-            to[i] = (top & 0x80008000u) | (top >> 6 & 0x01c001c0u);
+            to[i] = and_or(top, 0x80008000u, top >> 6 & 0x01c001c0u);
         }
     } else {
         // Bytes of the codes 0 to 7 and 8 to 15 are looked up apart; bit 3 chooses.
@@ -193,15 +246,14 @@ __device__ __forceinline__ void operand(const Codes<R>& codes, int step, const S
 }
 
 // Copies a record, or another multiple of 16 bytes, from global to shared memory by a warp; used
-// once, it is evicted first from the L2 cache.
+// once, it is evicted first from the L2 cache. from: this lane's first 16 bytes.
 template <int BYTES>
 __device__ __forceinline__ void copy_record(bool wanted, unsigned to, const unsigned char* from,
                                             int lane) {
 #pragma unroll
-    for (int i = 0; i < (BYTES + 511) / 512; i++) {
-        const int place = i * 512 + lane * 16;
-        ptx::copy_once_if(wanted && place < BYTES, to + place, from + place);
-    }
+    for (int i = 0; i < (BYTES + 511) / 512; i++)
+        ptx::copy_once_if(wanted && i * 512 + lane * 16 < BYTES, to + i * 512 + lane * 16,
+                          from + i * 512);
 }
 
 }  // namespace grouped

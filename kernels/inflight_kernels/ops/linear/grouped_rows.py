@@ -174,8 +174,8 @@ def dequantized(matrix: GroupedRows) -> Tensor:
     code_bytes = kind.record_bytes - RECORD_COLUMNS // kind.group * (64 if kind.minimums else 32)
     codes = _unpacked_codes(raw[:, :, :code_bytes].contiguous(), kind.codes)
     words = raw[:, :, code_bytes:].contiguous().view(torch.bfloat16)
-    # [tiles, chunks, groups, 8, scale or minimum, upper or lower]
-    parts = words.view(tiles, chunks, -1, 8, 1 + kind.minimums, 2).permute(4, 0, 5, 3, 1, 2)
+    # [tiles, chunks, 8, groups, scale or minimum, upper or lower]
+    parts = words.view(tiles, chunks, 8, -1, 1 + kind.minimums, 2).permute(4, 0, 5, 2, 1, 3)
     factors = parts.reshape(1 + kind.minimums, tiles * RECORD_ROWS, -1).float()
     values = _values(codes, matrix)
     wide = factors.repeat_interleave(kind.group, 2)
@@ -284,5 +284,5 @@ def _packed_scales(scales: Tensor, minimums: Tensor | None, k: int, group: int) 
         padded = _padded(wide, RECORD_ROWS, count)
         tiles, chunks = len(padded) // RECORD_ROWS, padded.shape[1] // count
         split = padded.view(tiles, 2, 8, chunks, count)
-        parts.append(split.permute(0, 3, 4, 2, 1))  # [tiles, chunks, groups, 8, halves]
+        parts.append(split.permute(0, 3, 2, 4, 1))  # [tiles, chunks, 8, groups, halves]
     return torch.stack(parts, 4).reshape(*parts[0].shape[:2], -1).contiguous().view(torch.uint8)

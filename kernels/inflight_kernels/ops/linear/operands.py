@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.launch import check, check_memory, name_of
 
@@ -228,6 +229,46 @@ def check_weight_only_operands(
     if _check_outputs(bias, residual, out, (m, n), x.dtype, gated, False) != x.dtype:
         raise ValueError(f"out is {out.dtype}; it must be {x.dtype} like x")
     return WeightOnlyOperands(m, n, k, storage)
+
+
+def check_grouped_operands(
+    x: Tensor,
+    weight: GroupedRows,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool,
+    max_tokens: int | None = None,
+) -> tuple[int, int, int]:
+    """Validate the operands of a kernel whose weight has scales of groups.
+
+    Args:
+        x: [m, k] bfloat16; the stride of rows is a multiple of 8 values.
+        weight: [n, k], k a multiple of 8.
+        bias, residual, out: as in `check_linear_operands`, bfloat16.
+        gated: whether the weight is gate | up; half of n is a multiple of RECORD_ROWS then.
+        max_tokens: maximum m; None for no limit.
+
+    Returns:
+        (m, n, k).
+
+    Raises:
+        ValueError: an operand is invalid; with what is required.
+    """
+    name_of({torch.bfloat16: STORAGE_TYPES[torch.bfloat16]}, "x", x)
+    n, k = weight.n, weight.k
+    weight.check("weight", n, k)
+    if x.dim() != 2 or x.shape[1] != k or (max_tokens is not None and len(x) > max_tokens):
+        limit = "" if max_tokens is None else f" with up to {max_tokens} rows"
+        raise ValueError(f"x is {list(x.shape)}; expected [m, {k}]{limit}")
+    _check_weight_shape(n, k, 8, gated)
+    if gated and n % (2 * RECORD_ROWS):
+        raise ValueError(f"weight has {n} rows; a gated one has a multiple of {2 * RECORD_ROWS}")
+    _check_rows("x", x)
+    if _check_outputs(bias, residual, out, (len(x), n), x.dtype, gated, False) != x.dtype:
+        raise ValueError(f"out is {out.dtype}; it must be {x.dtype} like x")
+    return len(x), n, k
 
 
 def check_dequantized(weight: ScaledRows, out: Tensor) -> tuple[int, int, str]:

@@ -1,0 +1,221 @@
+// Linear layers whose weight has 4 or 8 bits a value and scales of groups (grouped.cuh), while x is
+// bfloat16.
+//
+// For few tokens a kernel streams the weight once, from memory to registers: each warp of a block
+// has records of its own, and loads them some ahead. Codes become bfloat16 as the left operand of
+// mma.m16n8k16, whose 16 rows are rows of the weight; the 8 columns are tokens, of which few are
+// padding then. x lies in shared memory, as many columns of it as fit.
+//
+// For more tokens another kernel writes the weight in 16 bits for a product of those; see
+// grouped_gemm_hopper.cu as well.
+#include "linear/grouped.cuh"
+
+namespace grouped {
+
+// Sums of 16 rows and 8 tokens, in fragments.
+template <int TOKENS>
+using Sums = float[TOKENS / 8][4];
+
+// Adds the products of a record of each of TILES tiles to sums. x: addresses of this lane's rows of
+// ldmatrix.
+template <class R, int TOKENS, int TILES>
+__device__ __forceinline__ void multiply_loaded(const Loaded<R> (&loaded)[TILES],
+                                                const Table& table,
+                                                const unsigned (&x)[TOKENS / 8],
+                                                Sums<TOKENS> (&sums)[TILES]) {
+    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / (2 * STEP); i++) {
+        unsigned b[TOKENS / 8][4];
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) ptx::load_matrices(b[j], x[j] + i * 64);
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                unsigned a[4];
+                operand<R>(codes[t][i], s, loaded[t].scales(2 * i + s), table, a);
+#pragma unroll
+                for (int j = 0; j < TOKENS / 8; j++)
+                    ptx::mma<__nv_bfloat16>(sums[t][j], a, b[j][2 * s], b[j][2 * s + 1]);
+            }
+    }
+}
+
+}  // namespace grouped
+
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= TOKENS, k a multiple of 8; rows of x are
+// `stride` values apart.
+// Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
+// 16; + residual (bias and residual may be null; out may alias the residual). Block b computes 16 *
+// TILES rows of the weight, or half as many of gate and of up. WARPS warps share the columns; their
+// sums are added in order. `values` is null unless codes are indices. x is read `phase` columns at a
+// time, a multiple of COLUMNS * WARPS * DEPTH, or all of them.
+// Dynamic shared memory: the larger of m rows of 2 * phase + 16 bytes, and WARPS * TOKENS * (16 *
+// TILES + 4) floats.
+template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
+__global__ void __launch_bounds__(WARPS * 32, 2)
+    grouped_gemm(const __nv_bfloat16* x, int stride, const unsigned char* records,
+                 const grouped::Table* values, const __nv_bfloat16* bias,
+                 const __nv_bfloat16* residual, __nv_bfloat16* out, int m, int n, int k, int phase,
+                 bool gated) {
+#if __CUDA_ARCH__ >= 800
+    using namespace grouped;
+    constexpr int HEIGHT = TILES * ROWS, PITCH = HEIGHT + 4;
+    extern __shared__ __align__(128) unsigned char memory[];
+
+    // Blocks of the next kernel start when all of this one have: it reads its weights meanwhile.
+    pdl_launch_dependents();
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    const int width = gated ? n / 2 : n;
+    const int columns = gated ? HEIGHT / 2 : HEIGHT;  // of out
+    const int first = blockIdx.x * columns;
+    const int chunks = (k + COLUMNS - 1) / COLUMNS;
+
+    // This warp's next records, of the tiles of 16 rows; of those past the weight's end, the last.
+    const unsigned char* sources[TILES];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        const bool is_up = gated && t >= TILES / 2;
+        const int row = first + (is_up ? width + (t - TILES / 2) * ROWS : t * ROWS);
+        const int last = (gated && !is_up ? width : n) - 1;
+        sources[t] = records + R::offset(min(row, last) / ROWS, k) + warp * R::BYTES;
+    }
+    int left = (chunks - warp + WARPS - 1) / WARPS;  // to load: warp, warp + WARPS and so on
+    Loaded<R> ahead[DEPTH][TILES];
+    const auto load = [&](Loaded<R>(&to)[TILES]) {
+        if (left-- <= 0) return;
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            to[t].load(sources[t], lane);
+            sources[t] += WARPS * R::BYTES;
+        }
+    };
+    // No kernel writes weights: they may be read before the preceding kernel has ended.
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) load(ahead[d]);
+    Table table = {};
+    if constexpr (R::CODES == TABLE) table = *values;
+
+    // Of tokens that there are not, sums of the last one are computed, and not stored. A row has 16
+    // bytes more than its columns: rows begin in different banks.
+    const int pitch = 2 * phase + 16;
+    unsigned x_rows[TOKENS / 8];
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j++)
+        x_rows[j] = ptx::shared_address(memory) + min(8 * j + lane % 8, m - 1) * pitch +
+                    lane / 8 * 16 + warp * (2 * COLUMNS);
+    Sums<TOKENS> sums[TILES] = {};
+    pdl_wait();
+    for (int begin = 0; begin < k; begin += phase) {
+        if (begin) __syncthreads();  // all warps have read the columns before
+        const int end = min(begin + phase, chunks * COLUMNS), vectors = (end - begin) / 8;
+        for (int row = 0; row < m; row++)
+            for (int i = threadIdx.x; i < vectors; i += WARPS * 32) {
+                const int column = begin + 8 * i;
+                ptx::copy_async(ptx::shared_address(memory) + row * pitch + 16 * i,
+                                x + static_cast<long long>(row) * stride + min(column, k - 8),
+                                column < k);
+            }
+        ptx::commit_copies();
+        ptx::wait_copies<0>();
+        __syncthreads();
+        unsigned rows[TOKENS / 8];
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) rows[j] = x_rows[j];
+        const int count = ((end - begin) / COLUMNS - warp + WARPS - 1) / WARPS;
+        for (int i = 0; i < count; i += DEPTH) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                if (i + d >= count) break;
+                multiply_loaded<R, TOKENS, TILES>(ahead[d], table, rows, sums);
+                load(ahead[d]);
+#pragma unroll
+                for (int j = 0; j < TOKENS / 8; j++) rows[j] += WARPS * 2 * COLUMNS;
+            }
+        }
+    }
+
+    __syncthreads();
+    float* const partial = reinterpret_cast<float*>(memory);
+    float* const own = partial + warp * TOKENS * PITCH;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                own[(8 * j + lane % 4 * 2 + e % 2) * PITCH + t * ROWS + lane / 4 + e / 2 * 8] =
+                    sums[t][j][e];
+    __syncthreads();
+    for (int i = threadIdx.x; i < m * columns; i += WARPS * 32) {
+        const int row = i / columns, column = i % columns;
+        if (first + column >= width) continue;
+        const auto sum_of = [&](int tile_row, int weight_row) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                sum += partial[(w * TOKENS + row) * PITCH + tile_row];
+            return bias ? sum + static_cast<float>(bias[weight_row]) : sum;
+        };
+        float value = sum_of(column, first + column);
+        if (gated)
+            value = value / (1.0f + __expf(-value)) *
+                    sum_of(columns + column, width + first + column);
+        const long long place = static_cast<long long>(row) * width + first + column;
+        if (residual) value += static_cast<float>(residual[place]);
+        out[place] = __float2bfloat16(value);
+    }
+#endif
+}
+
+// out[n, k] = the values that products have, k a multiple of 8. A warp writes a record at a time.
+// Dynamic shared memory: for each warp of a block R::BYTES, and 16 rows of 2 *
+// COLUMNS + 16.
+template <class R>
+__global__ void grouped_dequantize(const unsigned char* records, const grouped::Table* values,
+                                   __nv_bfloat16* out, int n, int k) {
+#if __CUDA_ARCH__ >= 800
+    using namespace grouped;
+    constexpr int PITCH = 2 * COLUMNS + 16;  // of a row
+    extern __shared__ __align__(128) unsigned char memory[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int chunks = (k + COLUMNS - 1) / COLUMNS, tiles = (n + ROWS - 1) / ROWS;
+    const long long index = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + warp;
+    if (index >= static_cast<long long>(tiles) * chunks) return;
+    const int tile = index / chunks, chunk = index % chunks;
+    unsigned char* const record = memory + warp * (R::BYTES + ROWS * PITCH);
+    unsigned char* const rows = record + R::BYTES;
+    copy_record<R::BYTES>(true, ptx::shared_address(record), records + index * R::BYTES + lane * 16,
+                          lane);
+    ptx::commit_copies();
+    Table table = {};
+    if constexpr (R::CODES == TABLE) table = *values;
+    ptx::wait_copies<0>();
+    __syncwarp();
+    const Reader<R> reader = {ptx::shared_address(record), lane};
+    Codes<R> codes[COLUMNS / (2 * STEP)];
+    reader.read(codes);
+#pragma unroll
+    for (int step = 0; step < COLUMNS / STEP; step++) {
+        unsigned a[4];
+        operand<R>(codes[step / 2], step % 2, reader.scales(step), table, a);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = lane / 4 + i % 2 * 8, column = step * STEP + i / 2 * 8 + lane % 4 * 2;
+            *reinterpret_cast<unsigned*>(rows + row * PITCH + column * 2) = a[i];
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = lane; i < ROWS * COLUMNS / 8; i += 32) {
+        const int row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8;
+        if (tile * ROWS + row < n && chunk * COLUMNS + column < k)
+            store_vector(out + static_cast<long long>(tile * ROWS + row) * k + chunk * COLUMNS +
+                             column,
+                         *reinterpret_cast<const uint4*>(rows + row * PITCH + column * 2));
+    }
+#endif
+}

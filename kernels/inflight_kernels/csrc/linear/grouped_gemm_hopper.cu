@@ -1,0 +1,208 @@
+// A linear layer for some tokens whose weight has 4 or 8 bits a value and scales of groups, while x
+// is bfloat16, with Hopper's wgmma; see grouped_hopper.cuh.
+//
+// A tile is TOKENS tokens by 64 * GROUPS rows of the weight, half of them gate and half up if gated.
+// In a block, a producer warp keeps a ring of stages in shared memory full and GROUPS consumer
+// warpgroups multiply from it, 64 rows each. A cluster of SPLIT blocks computes a tile, a part of
+// the columns each, so that weights with few rows keep all multiprocessors busy; the first blocks'
+// sums come first, whatever their order of arrival.
+#include "linear/gemm_hopper.cuh"
+#include "linear/grouped_hopper.cuh"
+
+namespace grouped {
+
+using namespace gemm;  // cluster operations
+
+constexpr int X_BYTES = COLUMNS * 2;  // of a token in a stage
+constexpr int GROUP_TILES = 4;        // of 16 rows, of a consumer warpgroup
+
+// Bytes of a stage: x, then the records, rounded up to atoms of the swizzle.
+template <class R, int TOKENS, int GROUPS>
+constexpr int STAGE_BYTES =
+    (TOKENS * X_BYTES + GROUPS * GROUP_TILES * R::BYTES + 1023) / 1024 * 1024;
+
+// Reads a value from the shared memory of a block of the cluster.
+__device__ inline float4 load_from(const float4* place, int rank) {
+    float4 value;
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+        "}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(shared_address(place)), "r"(rank)
+        : "memory");
+    return value;
+}
+
+// Barrier of all threads of the cluster; their writes are visible afterwards.
+template <int SPLIT>
+__device__ inline void sync_all() {
+    if constexpr (SPLIT == 1)
+        __syncthreads();
+    else
+        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+}  // namespace grouped
+
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), k a multiple of 8.
+// Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
+// 16; + residual (bias and residual may be null; out may alias the residual).
+// Cluster c computes the tokens of tile c % token_tiles and the rows of tile c / token_tiles. Box of
+// the map of x: TOKENS rows of 128 bytes. `values` is null unless codes are indices.
+// Threads: GROUPS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES * STAGE_BYTES
+// and TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
+template <class R, int TOKENS, int GROUPS, int STAGES, int SPLIT>
+__global__ void __cluster_dims__(SPLIT, 1, 1)
+    __launch_bounds__(128 * GROUPS + 32, TOKENS <= 64 ? 2 : 1)
+    grouped_product(const __grid_constant__ TensorMap x, const unsigned char* records,
+                    const grouped::Table* values, const __nv_bfloat16* bias,
+                    const __nv_bfloat16* residual, __nv_bfloat16* out, int m, int n, int k,
+                    int token_tiles, bool gated) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using namespace grouped;
+    constexpr int STAGE = STAGE_BYTES<R, TOKENS, GROUPS>, TILES = GROUPS * GROUP_TILES;
+    constexpr int HEIGHT = 64 * GROUPS, PITCH = HEIGHT + 4;
+    constexpr int SUM_BYTES = TOKENS * PITCH * 4;
+    constexpr int MAIN_BYTES = STAGES * STAGE > SUM_BYTES ? STAGES * STAGE : SUM_BYTES;
+
+    extern __shared__ char memory[];
+    char* const ring = memory + (-shared_address(memory) & 1023);
+    Barrier* const full = reinterpret_cast<Barrier*>(ring + (MAIN_BYTES + 15) / 16 * 16);
+    Barrier* const empty = full + STAGES;
+
+    pdl_launch_dependents();
+    // Read from a lane, so that the compiler knows that warps do not diverge.
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    const int rank = SPLIT > 1 ? rank_in_cluster() : 0;
+    const int tile = blockIdx.x / SPLIT;
+    const int first_token = tile % token_tiles * TOKENS;
+    const int width = gated ? n / 2 : n, columns = gated ? HEIGHT / 2 : HEIGHT;  // of out
+    const int first = tile / token_tiles * columns;
+    const int chunks = (k + COLUMNS - 1) / COLUMNS;
+    const int from = rank * chunks / SPLIT, count = (rank + 1) * chunks / SPLIT - from;
+    // The first row of one of the block's 16-row tiles; not below n if there is none.
+    const auto row_of = [&](int t) {
+        const int row = first + (t % (gated ? TILES / 2 : TILES)) * ROWS;
+        if (row >= width) return n;
+        return gated && t >= TILES / 2 ? width + row : row;
+    };
+
+    if (warp == GROUPS * 4 && lane == 0) {
+        prefetch_tensor_map(&x);
+        for (int s = 0; s < STAGES; s++) {
+            init_barrier(full + s, 1);
+            init_barrier(empty + s, GROUPS * 4);
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+
+    float sums[TOKENS / 2];
+    if (warp >= GROUPS * 4) {
+        // A lane copies the records of a tile, and the first one x.
+        const int row = lane < TILES ? row_of(lane) : n;
+        const bool has_rows = row < n;
+        const unsigned char* source =
+            records + R::offset(has_rows ? row / ROWS : 0, k) + from * R::BYTES;
+        const int num_rows = __popc(__ballot_sync(FULL_WARP, has_rows));
+        const auto copy_weight = [&](int slot) {
+            if (lane == 0)
+                arrive_expect_tx(full + slot, TOKENS * X_BYTES + num_rows * R::BYTES);
+            __syncwarp();
+            if (has_rows)
+                bulk_copy(ring + slot * STAGE + TOKENS * X_BYTES + lane * R::BYTES, source,
+                          R::BYTES, full + slot);
+            source += R::BYTES;
+        };
+        const auto copy_x = [&](int slot, int step) {
+            if (lane != 0) return;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                tma_load(ring + slot * STAGE + half * TOKENS * 128, &x, first_token,
+                         (from + step) * COLUMNS + half * 64, full + slot);
+        };
+        // No kernel writes weights: they may be fetched before the preceding kernel has ended.
+        const int ahead = min(STAGES, count);
+        for (int s = 0; s < ahead; s++) copy_weight(s);
+        pdl_wait();
+        for (int s = 0; s < ahead; s++) copy_x(s, s);
+        for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
+            barrier_wait(empty + slot, parity);
+            copy_weight(slot);
+            copy_x(slot, s);
+            if (++slot == STAGES) {
+                slot = 0;
+                parity ^= 1;
+            }
+        }
+    } else {
+        Table table = {};
+        if constexpr (R::CODES == TABLE) table = *values;
+        pdl_wait();
+        const unsigned record = shared_address(ring) + TOKENS * X_BYTES + warp * R::BYTES;
+        const auto release = [&](int slot) {
+            if (lane == 0) arrive_at(empty + slot, rank);
+        };
+        int slot = 0, parity = 0;
+        multiply_records<R, TOKENS, TOKENS, STAGE, STAGES>(sums, record, smem_descriptor(ring),
+                                                           table, full, slot, parity, count, true,
+                                                           release);
+    }
+    // Sums [TOKENS, PITCH] take the place of the ring, whose stages have all been read.
+    float* const own = reinterpret_cast<float*>(ring);
+    __syncthreads();
+    if (warp < GROUPS * 4) {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i++)
+            own[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * ROWS + lane / 4 + i % 4 / 2 * 8] =
+                count > 0 ? sums[i] : 0.0f;
+    }
+    sync_all<SPLIT>();
+
+    pdl_wait();
+    // Each block of a cluster finishes some tokens: vectors of 4 columns.
+    const int num_tokens = min(TOKENS, m - first_token), vectors = columns / 4;
+    for (int i = threadIdx.x; i < (num_tokens - rank + SPLIT - 1) / SPLIT * vectors;
+         i += 128 * GROUPS + 32) {
+        const int token = i / vectors * SPLIT + rank, column = i % vectors * 4;
+        if (first + column >= width) continue;
+        const auto sum_of = [&](int tile_row, int weight_row, float(&to)[4]) {
+            const float* const place = own + token * PITCH + tile_row;
+#pragma unroll
+            for (int e = 0; e < 4; e++) to[e] = 0.0f;
+#pragma unroll
+            for (int r = 0; r < SPLIT; r++) {
+                const float4 part =
+                    SPLIT == 1 ? *reinterpret_cast<const float4*>(place)
+                               : load_from(reinterpret_cast<const float4*>(place), r);
+                to[0] += part.x, to[1] += part.y, to[2] += part.z, to[3] += part.w;
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (bias && first + column + e < width)
+                    to[e] += static_cast<float>(bias[weight_row + e]);
+        };
+        float value[4];
+        sum_of(column, first + column, value);
+        if (gated) {
+            float up[4];
+            sum_of(columns + column, width + first + column, up);
+#pragma unroll
+            for (int e = 0; e < 4; e++) value[e] = silu_mul(value[e], up[e]);
+        }
+        const long long place =
+            static_cast<long long>(first_token + token) * width + first + column;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (first + column + e >= width) continue;
+            if (residual) value[e] += static_cast<float>(residual[place + e]);
+            out[place + e] = __float2bfloat16(value[e]);
+        }
+    }
+    // A block's sums must not go before the others have read them.
+    if (SPLIT > 1) sync_all<SPLIT>();
+#endif
+}

@@ -1,0 +1,197 @@
+"""Linear layers whose weight has 4 or 8 bits a value and scales of groups, on any GPU; x has 16.
+
+Shapes: m tokens, k inputs, n rows of the weight. For few tokens a kernel streams the weight once;
+`grouped_gemm` multiplies more of them on Hopper, and `dequantize` writes the weight in 16 bits for
+a product of those. All multiply with the same values. The tiling and the order of summation are
+fixed by `plan`: results are bitwise reproducible.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.ops.linear.grouped_rows import (
+    KINDS,
+    RECORD_COLUMNS,
+    RECORD_ROWS,
+    GroupedKind,
+    GroupedRows,
+)
+from inflight_kernels.ops.linear.operands import check_grouped_operands
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import check, kernel, num_multiprocessors
+
+MAX_TOKENS = 16
+
+_DEQUANTIZING_WARPS = 8
+_DEQUANTIZED_PITCH = 2 * RECORD_COLUMNS + 16
+
+# Of the multiprocessors, so many need a block; those that remain idle do not bound a kernel that
+# waits for memory.
+_MIN_BUSY = 0.75
+
+
+# Of x in shared memory, so that several blocks fit on a multiprocessor.
+_MAX_X_BYTES = 72 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes, and how.
+
+    Attributes:
+        tokens: of x, padding included.
+        tiles: of RECORD_ROWS rows of the weight; half of them gate and half up if gated.
+        warps: which share the columns.
+        depth: records of each tile that a warp loads ahead.
+    """
+
+    tokens: int
+    tiles: int
+    warps: int = 8
+    depth: int = 2
+
+    def phase(self, m: int, k: int) -> int:
+        """Columns of x that are in shared memory at once."""
+        whole = -(-k // RECORD_COLUMNS) * RECORD_COLUMNS
+        if m * self._x_pitch(whole) <= _MAX_X_BYTES:
+            return whole
+        unit = RECORD_COLUMNS * self.warps * self.depth
+        return max(_MAX_X_BYTES // (2 * m) // unit, 1) * unit
+
+    def shared_bytes(self, m: int, k: int) -> int:
+        """Dynamic shared memory of a block for m tokens."""
+        sums = 4 * self.warps * self.tokens * (self.tiles * RECORD_ROWS + 4)
+        return max(m * self._x_pitch(self.phase(m, k)), sums)
+
+    @staticmethod
+    def _x_pitch(columns: int) -> int:
+        return 2 * columns + 16
+
+
+_TILES = tuple(Tile(tokens, tiles) for tokens in (8, 16) for tiles in (2, 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(m: int, n: int, gated: bool, num_multiprocessors: int) -> Tile:
+    """Two tiles of rows with which most multiprocessors have a block, else one.
+
+    Args:
+        m: tokens, up to MAX_TOKENS.
+        n: rows of the weight.
+        gated: whether the weight is gate | up.
+        num_multiprocessors: of the device.
+    """
+    two, one = (tile for tile in _TILES if tile.tokens == (8 if m <= 8 else 16))
+    blocks = -(-n // (two.tiles * RECORD_ROWS))
+    return two if gated or blocks >= _MIN_BUSY * num_multiprocessors else one
+
+
+def linear(
+    x: Tensor,
+    weight: GroupedRows,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor,
+    gated: bool = False,
+    pdl: bool = False,
+) -> None:
+    """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
+
+    Args:
+        x: [m, k] bfloat16, m <= MAX_TOKENS; the stride of rows is a multiple of 8.
+        weight: [n, k]; k is a multiple of 8.
+        bias: [n] bfloat16.
+        residual: [m, n], or [m, n / 2] when gated, bfloat16; may be out.
+        out: of the residual's shape, bfloat16.
+        gated: the weight is gate | up, n / 2 a multiple of RECORD_ROWS, and out is silu(gate) * up
+            (arXiv:2002.05202).
+        pdl: see `Kernel`. The first stages of the weight are read during the preceding kernel,
+            which must not write them.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+    """
+    m, n, k = check_grouped_operands(
+        x, weight, bias, residual, out, gated=gated, max_tokens=MAX_TOKENS
+    )
+    if not m or not n:
+        return
+    tile = plan(m, n, gated, num_multiprocessors())
+    rows = tile.tiles * RECORD_ROWS
+    kernel("grouped_gemm", _name(weight.kind, tile))(
+        -(-n // rows),
+        32 * tile.warps,
+        x,
+        x.stride(0),
+        weight.records,
+        0 if weight.table is None else weight.table,
+        0 if bias is None else bias,
+        0 if residual is None else residual,
+        out,
+        m,
+        n,
+        k,
+        tile.phase(m, k),
+        gated,
+        shared=tile.shared_bytes(m, k),
+        pdl=pdl,
+    )
+
+
+def dequantize(weight: GroupedRows, *, out: Tensor) -> None:
+    """weight -> out, the values that products have.
+
+    The next kernel must not be a dependent launch that reads out before it waits, as linear layers
+    read weights.
+
+    Args:
+        weight: [n, k]; k is a multiple of 8.
+        out: [n, k] bfloat16.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+    """
+    weight.check("weight", *out.shape)
+    check("out", out, (weight.n, weight.k), torch.bfloat16)
+    num_records = weight.records.shape[0] * weight.records.shape[1]
+    if not num_records:
+        return
+    per_warp = weight.kind.record_bytes + RECORD_ROWS * _DEQUANTIZED_PITCH
+    kernel("grouped_gemm", _dequantizing_name(weight.kind))(
+        -(-num_records // _DEQUANTIZING_WARPS),
+        32 * _DEQUANTIZING_WARPS,
+        weight.records,
+        0 if weight.table is None else weight.table,
+        out,
+        weight.n,
+        weight.k,
+        shared=_DEQUANTIZING_WARPS * per_warp,
+    )
+
+
+def _name(kind: GroupedKind, tile: Tile) -> str:
+    return (
+        f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {tile.warps}, {tile.depth}>"
+    )
+
+
+def _dequantizing_name(kind: GroupedKind) -> str:
+    return f"grouped_dequantize<{kind.name}>"
+
+
+def instantiations() -> list[Instantiation]:
+    """All kernels of this module."""
+    return [
+        (
+            "grouped_gemm",
+            (*(_name(kind, tile) for tile in _TILES), _dequantizing_name(kind)),
+            (),
+        )
+        for kind in KINDS
+    ]

@@ -1,0 +1,146 @@
+"""Linear layers for some tokens whose weight has 4 or 8 bits a value and scales of groups, on
+Hopper GPUs; x has 16. Shapes: m tokens, k inputs, n rows of the weight.
+
+Each sum is accumulated in a fixed order: results are bitwise reproducible.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from inflight_kernels.ops.linear.grouped_rows import (
+    KINDS,
+    RECORD_COLUMNS,
+    RECORD_ROWS,
+    GroupedKind,
+    GroupedRows,
+)
+from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES, check_grouped_operands
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
+from inflight_kernels.runtime.tensor_map import matrix_map
+
+# As in grouped_gemm_hopper.cu.
+_GROUPS = 2
+_ROWS = 64 * _GROUPS
+_THREADS = 128 * _GROUPS + 32
+_BOX_COLUMNS = 64
+_TOKENS = (32, 64, 128)
+_SPLITS = (1, 2, 4)
+
+# Of a block, if two of them are to fit on a multiprocessor.
+_HALF_OF_SHARED = 113 * 1024
+# Of the multiprocessors, so many need a block.
+_MIN_BUSY = 0.75
+_MIN_STAGES_OF_BLOCK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a cluster of blocks computes.
+
+    Attributes:
+        tokens: of x, padding included.
+        split: blocks of the cluster, which share the columns.
+    """
+
+    tokens: int
+    split: int
+
+    def stages(self, kind: GroupedKind) -> int:
+        """Pipeline stages in shared memory: as many as fit."""
+        limit = _HALF_OF_SHARED if self.tokens <= 64 else MAX_SHARED_BYTES
+        return (limit - 1024) // (self._stage_bytes(kind) + 16)
+
+    def shared_bytes(self, kind: GroupedKind) -> int:
+        """Dynamic shared memory of a block."""
+        stages = self.stages(kind)
+        sums = self.tokens * (_ROWS + 4) * 4
+        return 1024 + max(stages * self._stage_bytes(kind), sums) + 16 * (stages + 1)
+
+    def _stage_bytes(self, kind: GroupedKind) -> int:
+        records = _ROWS // RECORD_ROWS * kind.record_bytes
+        return -(-(self.tokens * 2 * RECORD_COLUMNS + records) // 1024) * 1024
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(m: int, n: int, k: int, num_multiprocessors: int) -> Tile:
+    """The fewest blocks per tile with which most multiprocessors have one.
+
+    Args:
+        m: tokens.
+        n, k: of the weight.
+        num_multiprocessors: of the device.
+    """
+    tokens = next((count for count in _TOKENS if m <= count), _TOKENS[-1])
+    tiles = -(-m // tokens) * -(-n // _ROWS)
+    stages = -(-k // RECORD_COLUMNS)
+    enough = (
+        split
+        for split in _SPLITS
+        if tiles * split >= _MIN_BUSY * num_multiprocessors
+        or stages < 2 * split * _MIN_STAGES_OF_BLOCK
+    )
+    return Tile(tokens, next(enough, _SPLITS[-1]))
+
+
+def linear(
+    x: Tensor,
+    weight: GroupedRows,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor,
+    gated: bool = False,
+    pdl: bool = False,
+) -> None:
+    """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
+
+    Args:
+        x: [m, k] bfloat16; the stride of rows is a multiple of 8.
+        weight, bias, residual, out, gated, pdl: as in `grouped.linear`.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+        RuntimeError: not a Hopper GPU.
+    """
+    m, n, k = check_grouped_operands(x, weight, bias, residual, out, gated=gated)
+    if not m or not n:
+        return
+    if not is_hopper():
+        raise RuntimeError("this kernel requires a Hopper GPU; see `grouped.linear`")
+    tile = plan(m, n, k, num_multiprocessors())
+    token_tiles = -(-m // tile.tokens)
+    columns, width = (_ROWS // 2, n // 2) if gated else (_ROWS, n)
+    kernel("grouped_gemm_hopper", _name(weight.kind, tile))(
+        token_tiles * -(-width // columns) * tile.split,
+        _THREADS,
+        matrix_map(x, (tile.tokens, _BOX_COLUMNS), 128),
+        weight.records,
+        0 if weight.table is None else weight.table,
+        0 if bias is None else bias,
+        0 if residual is None else residual,
+        out,
+        m,
+        n,
+        k,
+        token_tiles,
+        gated,
+        shared=tile.shared_bytes(weight.kind),
+        pdl=pdl,
+    )
+
+
+def _name(kind: GroupedKind, tile: Tile) -> str:
+    return f"grouped_product<{kind.name}, {tile.tokens}, {_GROUPS}, {tile.stages(kind)}, {tile.split}>"
+
+
+def instantiations() -> list[Instantiation]:
+    """All kernels of this module."""
+    tiles = [Tile(tokens, split) for tokens in _TOKENS for split in _SPLITS]
+    return [
+        ("grouped_gemm_hopper", tuple(_name(kind, tile) for tile in tiles), ()) for kind in KINDS
+    ]
