@@ -73,7 +73,9 @@ def _out(m: int, layer: str) -> torch.Tensor:
     return torch.zeros(m, n // 2 if gated else n, dtype=DTYPE, device="cuda")
 
 
-def ours(linear: Callable[..., object], m: int, layer: str, kind: GroupedKind) -> Callable[[], Call]:
+def ours(
+    linear: Callable[..., object], m: int, layer: str, kind: GroupedKind
+) -> Callable[[], Call]:
     """A product with what follows it in the layer."""
     _, k, gated, added = LAYERS[layer]
 
@@ -124,7 +126,9 @@ def _rows(tokens: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[dict[str,
     copy = timing.copy_ceiling()
     yield copy
     for layer, (n, k, _, _) in LAYERS.items():
-        bf16 = {m: round(timing.measure(unquantised(m, layer), 2 * n * k).median, 2) for m in tokens}
+        bf16 = {
+            m: round(timing.measure(unquantised(m, layer), 2 * n * k).median, 2) for m in tokens
+        }
         for name in kinds:
             kind = KINDS[name]
             num_bytes = n // 16 * (-(-k // 128)) * kind.record_bytes

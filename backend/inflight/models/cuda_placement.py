@@ -13,11 +13,15 @@ from inflight.models.experts_cuda import CudaExperts, alternating
 from inflight.models.gpu_support import shared_experts
 from inflight.models.layers.linear import CudaWeight
 from inflight.models.loader import ExpertParts
+from inflight.models.quantization.grouped import GroupedMatrix, in_one_kind
+from inflight.models.quantization.grouped_cuda import CudaGroupedLinear, packed
+from inflight.models.quantization.grouped_cuda import is_supported as can_keep
 from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
     dequantized,
     in_one_format,
+    rounded,
 )
 from inflight.models.quantization.scaled_cuda import (
     CudaScaledLinear,
@@ -45,6 +49,8 @@ class CudaPlacement:
         quantization: of linear layers, as in settings.
         memory: of linear layers with weights of 8 bits: for their inputs in 8 bits, or for a
             dequantised weight if inputs keep 16; None dequantises all weights at once.
+        groups: for a dequantised weight of linear layers that keep codes with scales of groups,
+            also those of weights that are rounded; None dequantises them at once.
     """
 
     def __init__(
@@ -54,12 +60,14 @@ class CudaPlacement:
         batch_invariant: bool,
         quantization: Quantization = "auto",
         memory: QuantizedInputs | DequantizedWeight | None = None,
+        groups: DequantizedWeight | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._batch_invariant = batch_invariant
         self._quantization = quantization
         self._memory = memory
+        self._groups = groups
 
     def table(self, stored: Tensor) -> Tensor:
         return stored.to(self._device, self._dtype)
@@ -71,6 +79,9 @@ class CudaPlacement:
         bias = self._joined(biases) if biases else None
         num_rows, (_, width) = sum(part.shape[0] for part in weights), weights[0].shape
         memory = self._memory
+        kept = self._kept(weights)
+        if kept is not None:
+            return CudaGroupedLinear(packed(kept), bias, self._groups, self._batch_invariant)
         if isinstance(memory, QuantizedInputs) and can_multiply(num_rows, width):
             parts = self._quantized(weights)
             if isinstance(parts, QuantizedMatrix):
@@ -82,6 +93,18 @@ class CudaPlacement:
                 return CudaWeightOnlyLinear(parts, bias, memory, self._batch_invariant)
         tensors = [dequantized(part) for part in weights]
         return CudaLinear(self._joined(tensors), bias, self._batch_invariant)
+
+    def _kept(self, weights: Sequence[Matrix]) -> GroupedMatrix | None:
+        """The parts of a layer on the GPU if they stay in groups."""
+        if self._groups is None:
+            return None
+        if self._quantization == "int4":
+            weights = [rounded(_moved(part, self._device)) for part in weights]
+        parts = [part for part in weights if isinstance(part, GroupedMatrix) and can_keep(part)]
+        if len(parts) < len(weights):
+            return None
+        whole = in_one_kind([part.to(self._device) for part in parts])
+        return whole if whole is not None and can_keep(whole) else None
 
     def _quantized(self, weights: Sequence[Matrix]) -> QuantizedMatrix | list[Tensor]:
         moved = [_moved(part, self._device) for part in weights]
@@ -142,7 +165,10 @@ class CudaPlacement:
     def tied(self, embedding: Tensor) -> CudaLinear:
         return CudaLinear(embedding, None, self._batch_invariant)
 
-    def head(self, stored: Matrix) -> CudaLinear:
+    def head(self, stored: Matrix) -> CudaWeight:
+        is_kept = self._groups is not None and not self._batch_invariant
+        if is_kept and isinstance(stored, GroupedMatrix) and can_keep(stored):
+            return CudaGroupedLinear(packed(stored.to(self._device)), None, None, False)
         return self.tied(self.embedding(stored))
 
     def _joined(self, stored: Sequence[Tensor]) -> Tensor:

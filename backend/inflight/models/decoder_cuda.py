@@ -41,7 +41,7 @@ from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
 from inflight.models.layers.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from inflight.models.loader import Progress, load_weights
-from inflight.models.quantization.choice import gpu_format
+from inflight.models.quantization.choice import gpu_format, rounds_weights
 from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight.models.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
@@ -192,6 +192,22 @@ def _quantized_memory(
     return QuantizedInputs(whole_tiles(settings.max_tokens), width, settings.device)
 
 
+def _placed_quantization(checkpoint: Checkpoint, quantization: Quantization) -> Quantization:
+    """The setting for weights as they are stored: those of 4 bits are not rounded again."""
+    rounds = quantization != "int4" or rounds_weights(checkpoint, quantization)
+    return quantization if rounds else "auto"
+
+
+def _groups_memory(
+    checkpoint: Checkpoint, spec: ModelSpec, settings: DecoderSettings
+) -> DequantizedWeight | None:
+    """Memory of linear layers that keep codes with scales of groups; see `CudaPlacement`."""
+    found = gpu_format(checkpoint, settings.quantization, is_hopper())
+    if not found.keeps_groups or settings.dtype != torch.bfloat16:
+        return None
+    return DequantizedWeight(spec.largest_matrix_elements, settings.dtype, settings.device)
+
+
 def _dense_mlps(spec: ModelSpec) -> list[MlpSpec]:
     """Those of layers, and the experts of all tokens."""
     mlps = [
@@ -278,8 +294,9 @@ class Decoder:
             dtype,
             device,
             settings.batch_invariant,
-            settings.quantization,
+            _placed_quantization(checkpoint, settings.quantization),
             _quantized_memory(checkpoint, spec, settings),
+            _groups_memory(checkpoint, spec, settings),
         )
         self.weights: ModelWeights[CudaWeight, CudaExperts, Tensor] = load_weights(
             checkpoint, spec, placement, progress, device

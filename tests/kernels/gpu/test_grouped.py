@@ -23,7 +23,7 @@ from inflight_kernels.ops.linear.grouped_rows import (
 
 pytestmark = pytest.mark.gpu
 
-BOUND = ROUNDING[torch.bfloat16]
+BOUND = 1.5 * ROUNDING[torch.bfloat16]  # weights are rounded, or are not, and so is the result
 FEW, SOME = [1, 2, 7, 8, 9, 16], [1, 17, 33, 64, 65, 128, 200, 300]
 CASES = [(grouped.linear, m) for m in FEW] + [(grouped_gemm.linear, m) for m in SOME]
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1005, 1296), (124, 16), (130, 96)]

@@ -37,11 +37,14 @@ class GpuFormat:
 
     Attributes:
         dtypes: types of the weights that keep 8 bits, FP8 or INT8; the others are dequantised.
-        weight_only: whether activations keep 16 bits.
+        weight_only: whether activations of those layers keep 16 bits.
+        keeps_groups: whether codes with scales of groups are multiplied as they are, also those of
+            weights that are rounded; if not, they are dequantised.
     """
 
     dtypes: frozenset[str] = frozenset()
     weight_only: bool = False
+    keeps_groups: bool = False
 
     @property
     def name(self) -> str:
@@ -76,23 +79,24 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
         is_hopper: whether the GPU is one.
 
     Raises:
-        ConfigError: see `linear_format`; or there are no products for the setting.
+        ConfigError: see `linear_format`.
     """
     stored = _stored_format(checkpoint)
     if quantization == _INT4:
         _check_same(checkpoint, stored, quantization)
-        allowed = ["fp8", "int8", "auto", "none"] if stored is None else ["auto", "none"]
-        raise ConfigError(
-            f"quantization: {quantization} is not supported on GPUs; allowed there: "
-            f"{', '.join(allowed)}; use {allowed[0]}, or device: cpu"
-        )
+        return GpuFormat(keeps_groups=True)
     if quantization in _NAMES.values():
         _check_same(checkpoint, stored, quantization)
         dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
         return GpuFormat(dtypes, weight_only=not is_hopper)
-    if quantization == "none" or stored is None or stored.block is not None or not stored.dtypes:
+    if quantization == "none":
         return GpuFormat()
-    return GpuFormat(stored.dtypes, stored.weight_only or not is_hopper)
+    if stored is None:
+        return GpuFormat(keeps_groups=_is_file(checkpoint))
+    keeps_groups = bool(stored.layouts)
+    if stored.block is not None or not stored.dtypes:
+        return GpuFormat(keeps_groups=keeps_groups)
+    return GpuFormat(stored.dtypes, stored.weight_only or not is_hopper, keeps_groups)
 
 
 def check_setting(checkpoint: Checkpoint, quantization: Quantization) -> None:

@@ -6,6 +6,7 @@ NVFP4, GGUF. A placement packs it for its kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -109,6 +110,28 @@ class GroupedMatrix:
         return GroupedMatrix(
             codes, self.bits, scales, minimums, self.zero, self.levels, self.columns
         )
+
+
+def in_one_kind(parts: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
+    """Matrices, one below the other, with the same values: with the most bits, the smallest groups
+    and minimums, if these differ; None if there is no common form."""
+    if len({part.kind for part in parts}) == 1:
+        return concatenated(parts)
+    if any(part.levels is not None or part.columns is not None for part in parts):
+        return None
+    bits, group = max(part.bits for part in parts), math.gcd(*(part.group for part in parts))
+    return concatenated([_widened(part, bits, group) for part in parts])
+
+
+def _widened(matrix: GroupedMatrix, bits: int, group: int) -> GroupedMatrix:
+    """The same values with minimums instead of a zero."""
+    times = matrix.group // group
+    scales = matrix.scales.repeat_interleave(times, 1)
+    if matrix.minimums is None:
+        minimums = -matrix.zero * scales
+    else:
+        minimums = matrix.minimums.repeat_interleave(times, 1) - matrix.zero * scales
+    return GroupedMatrix(matrix.codes, bits, scales, minimums)
 
 
 def joined_kinds(parts: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:

@@ -245,6 +245,14 @@ __device__ __forceinline__ void operand(const Codes<R>& codes, int step, const S
     }
 }
 
+// Stores a result, in float if `wide`.
+__device__ __forceinline__ void store_sum(void* out, long long place, float value, bool wide) {
+    if (wide)
+        static_cast<float*>(out)[place] = value;
+    else
+        static_cast<__nv_bfloat16*>(out)[place] = __float2bfloat16(value);
+}
+
 // Copies a record, or another multiple of 16 bytes, from global to shared memory by a warp; used
 // once, it is evicted first from the L2 cache. from: this lane's first 16 bytes.
 template <int BYTES>

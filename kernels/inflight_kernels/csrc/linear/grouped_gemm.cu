@@ -16,10 +16,22 @@ namespace grouped {
 template <int TOKENS>
 using Sums = float[TOKENS / 8][4];
 
+// Whether scales multiply sums of a group rather than each value: fewer instructions, and exact.
+// Codes are multiplied as 128 + code then, and what is too much is subtracted: that many times the
+// sum of x.
+template <class R>
+constexpr bool SCALES_SUMS = R::CODES == INT4 && R::GROUP >= 2 * STEP;
+constexpr float CODE_OFFSET = 136.0f;
+
+__device__ __forceinline__ float upper_half(unsigned word) {
+    return __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ float lower_half(unsigned word) { return __uint_as_float(word << 16); }
+
 // Adds the products of a record of each of TILES tiles to sums. x: addresses of this lane's rows of
 // ldmatrix.
 template <class R, int TOKENS, int TILES>
-__device__ __forceinline__ void multiply_loaded(const Loaded<R> (&loaded)[TILES],
+__device__ __forceinline__ void multiply_values(const Loaded<R> (&loaded)[TILES],
                                                 const Table& table,
                                                 const unsigned (&x)[TOKENS / 8],
                                                 Sums<TOKENS> (&sums)[TILES]) {
@@ -44,26 +56,81 @@ __device__ __forceinline__ void multiply_loaded(const Loaded<R> (&loaded)[TILES]
     }
 }
 
+// The same, scaling the sums of each group.
+template <class R, int TOKENS, int TILES>
+__device__ __forceinline__ void multiply_groups(const Loaded<R> (&loaded)[TILES],
+                                                const unsigned (&x)[TOKENS / 8],
+                                                Sums<TOKENS> (&sums)[TILES]) {
+    constexpr unsigned ONES = 0x3f803f80u, ones[4] = {ONES, ONES, ONES, ONES};
+    constexpr int PAIRS = R::GROUP / (2 * STEP);  // of steps, in a group
+    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
+#pragma unroll
+    for (int group = 0; group < R::GROUPS; group++) {
+        Sums<TOKENS> parts[TILES] = {}, all = {};  // all: of x, the same in each row
+#pragma unroll
+        for (int i = group * PAIRS; i < (group + 1) * PAIRS; i++) {
+            unsigned b[TOKENS / 8][4];
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; j++) ptx::load_matrices(b[j], x[j] + i * 64);
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+#pragma unroll
+                for (int t = 0; t < TILES; t++) {
+                    unsigned a[4];
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        a[e] = and_or(codes[t][i].words[s] >> 4 * e, 0x000f000fu, 0x43004300u);
+#pragma unroll
+                    for (int j = 0; j < TOKENS / 8; j++)
+                        ptx::mma<__nv_bfloat16>(parts[t][j], a, b[j][2 * s], b[j][2 * s + 1]);
+                }
+#pragma unroll
+                for (int j = 0; j < TOKENS / 8; j++)
+                    ptx::mma<__nv_bfloat16>(all[j], ones, b[j][2 * s], b[j][2 * s + 1]);
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            const unsigned* const words = loaded[t].words + group * (R::MINIMUMS ? 2 : 1);
+            const float scales[2] = {lower_half(words[0]), upper_half(words[0])};
+            float minimums[2] = {};
+            if constexpr (R::MINIMUMS)
+                minimums[0] = lower_half(words[1]), minimums[1] = upper_half(words[1]);
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float sum = all[j][e % 2];
+                    sums[t][j][e] += scales[e / 2] * (parts[t][j][e] - CODE_OFFSET * sum);
+                    if constexpr (R::MINIMUMS) sums[t][j][e] += minimums[e / 2] * sum;
+                }
+        }
+    }
+}
+
 }  // namespace grouped
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= TOKENS, k a multiple of 8; rows of x are
 // `stride` values apart.
 // Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
-// 16; + residual (bias and residual may be null; out may alias the residual). Block b computes 16 *
-// TILES rows of the weight, or half as many of gate and of up. WARPS warps share the columns; their
-// sums are added in order. `values` is null unless codes are indices. x is read `phase` columns at a
-// time, a multiple of COLUMNS * WARPS * DEPTH, or all of them.
-// Dynamic shared memory: the larger of m rows of 2 * phase + 16 bytes, and WARPS * TOKENS * (16 *
-// TILES + 4) floats.
+// 16; + residual (bias and residual may be null; out may alias the residual, and is float if `wide`). A tile is 16 * TILES
+// rows of the weight, or half as many of gate and of up; block b computes tiles b, b + blocks and so
+// on. WARPS warps share the columns; their sums are added in order. `values` is null unless codes
+// are indices. x is read `phase` columns at a time, a multiple of COLUMNS * WARPS * DEPTH, or all of
+// them.
+// Dynamic shared memory: m rows of 2 * phase + 16 bytes, and twice WARPS * TOKENS * (16 * TILES + 4)
+// floats.
 template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
-__global__ void __launch_bounds__(WARPS * 32, 2)
+__global__ void __launch_bounds__(WARPS * 32, WARPS > 8 ? 1 : 2)
     grouped_gemm(const __nv_bfloat16* x, int stride, const unsigned char* records,
                  const grouped::Table* values, const __nv_bfloat16* bias,
-                 const __nv_bfloat16* residual, __nv_bfloat16* out, int m, int n, int k, int phase,
-                 bool gated) {
+                 const __nv_bfloat16* residual, void* out, int m, int n, int k, int phase,
+                 bool gated, bool wide) {
 #if __CUDA_ARCH__ >= 800
     using namespace grouped;
-    constexpr int HEIGHT = TILES * ROWS, PITCH = HEIGHT + 4;
+    constexpr int HEIGHT = TILES * ROWS, PITCH = HEIGHT + 4, SUMS = WARPS * TOKENS * PITCH;
     extern __shared__ __align__(128) unsigned char memory[];
 
     // Blocks of the next kernel start when all of this one have: it reads its weights meanwhile.
@@ -71,102 +138,134 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     const int width = gated ? n / 2 : n;
     const int columns = gated ? HEIGHT / 2 : HEIGHT;  // of out
-    const int first = blockIdx.x * columns;
+    const int tiles = (width + columns - 1) / columns, blocks = gridDim.x;
     const int chunks = (k + COLUMNS - 1) / COLUMNS;
+    // Of this warp, the records warp, warp + WARPS and so on; counted in whole turns of `ahead`.
+    const int own = (chunks - warp + WARPS - 1) / WARPS, turns = (own + DEPTH - 1) / DEPTH * DEPTH;
 
-    // This warp's next records, of the tiles of 16 rows; of those past the weight's end, the last.
+    // The next record to load, of the tiles of 16 rows; of those past the weight's end, the last.
     const unsigned char* sources[TILES];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-        const bool is_up = gated && t >= TILES / 2;
-        const int row = first + (is_up ? width + (t - TILES / 2) * ROWS : t * ROWS);
-        const int last = (gated && !is_up ? width : n) - 1;
-        sources[t] = records + R::offset(min(row, last) / ROWS, k) + warp * R::BYTES;
-    }
-    int left = (chunks - warp + WARPS - 1) / WARPS;  // to load: warp, warp + WARPS and so on
-    Loaded<R> ahead[DEPTH][TILES];
-    const auto load = [&](Loaded<R>(&to)[TILES]) {
-        if (left-- <= 0) return;
+    int loaded_tile = blockIdx.x, position = 0;
+    const auto find = [&] {
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-            to[t].load(sources[t], lane);
-            sources[t] += WARPS * R::BYTES;
+            const bool is_up = gated && t >= TILES / 2;
+            const int row =
+                loaded_tile * columns + (is_up ? width + (t - TILES / 2) * ROWS : t * ROWS);
+            const int last = (gated && !is_up ? width : n) - 1;
+            sources[t] = records + R::offset(min(row, last) / ROWS, k) + warp * R::BYTES;
+        }
+    };
+    Loaded<R> ahead[DEPTH][TILES];
+    const auto load = [&](Loaded<R>(&to)[TILES]) {
+        if (position < own && loaded_tile < tiles) {
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                to[t].load(sources[t], lane);
+                sources[t] += WARPS * R::BYTES;
+            }
+        }
+        if (++position == turns) {
+            position = 0;
+            loaded_tile += blocks;
+            find();
         }
     };
     // No kernel writes weights: they may be read before the preceding kernel has ended.
+    find();
+    if (own > 0)
 #pragma unroll
-    for (int d = 0; d < DEPTH; d++) load(ahead[d]);
+        for (int d = 0; d < DEPTH; d++) load(ahead[d]);
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;
 
     // Of tokens that there are not, sums of the last one are computed, and not stored. A row has 16
     // bytes more than its columns: rows begin in different banks.
     const int pitch = 2 * phase + 16;
+    unsigned char* const x_memory = memory + 2 * SUMS * sizeof(float);
     unsigned x_rows[TOKENS / 8];
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++)
-        x_rows[j] = ptx::shared_address(memory) + min(8 * j + lane % 8, m - 1) * pitch +
+        x_rows[j] = ptx::shared_address(x_memory) + min(8 * j + lane % 8, m - 1) * pitch +
                     lane / 8 * 16 + warp * (2 * COLUMNS);
-    Sums<TOKENS> sums[TILES] = {};
-    pdl_wait();
-    for (int begin = 0; begin < k; begin += phase) {
-        if (begin) __syncthreads();  // all warps have read the columns before
-        const int end = min(begin + phase, chunks * COLUMNS), vectors = (end - begin) / 8;
+    const auto load_x = [&](int begin, int end) {
+        const int vectors = (end - begin) / 8;
         for (int row = 0; row < m; row++)
             for (int i = threadIdx.x; i < vectors; i += WARPS * 32) {
                 const int column = begin + 8 * i;
-                ptx::copy_async(ptx::shared_address(memory) + row * pitch + 16 * i,
+                ptx::copy_async(ptx::shared_address(x_memory) + row * pitch + 16 * i,
                                 x + static_cast<long long>(row) * stride + min(column, k - 8),
                                 column < k);
             }
         ptx::commit_copies();
         ptx::wait_copies<0>();
         __syncthreads();
-        unsigned rows[TOKENS / 8];
+    };
+    pdl_wait();
+    const bool is_whole = phase >= k;
+    if (is_whole) load_x(0, chunks * COLUMNS);
+
+    float* partial = reinterpret_cast<float*>(memory);
+    for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
+        Sums<TOKENS> sums[TILES] = {};
+        for (int begin = 0; begin < k; begin += phase) {
+            const int end = min(begin + phase, chunks * COLUMNS);
+            if (!is_whole) {
+                if (begin) __syncthreads();  // all warps have read the columns before
+                load_x(begin, end);
+            }
+            unsigned rows[TOKENS / 8];
 #pragma unroll
-        for (int j = 0; j < TOKENS / 8; j++) rows[j] = x_rows[j];
-        const int count = ((end - begin) / COLUMNS - warp + WARPS - 1) / WARPS;
-        for (int i = 0; i < count; i += DEPTH) {
+            for (int j = 0; j < TOKENS / 8; j++) rows[j] = x_rows[j];
+            const int count = ((end - begin) / COLUMNS - warp + WARPS - 1) / WARPS;
+#pragma unroll 1
+            for (int i = 0; i < count; i += DEPTH) {
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-                if (i + d >= count) break;
-                multiply_loaded<R, TOKENS, TILES>(ahead[d], table, rows, sums);
-                load(ahead[d]);
+                for (int d = 0; d < DEPTH; d++) {
+                    if (i + d < count) {
+                        if constexpr (SCALES_SUMS<R>)
+                            multiply_groups<R, TOKENS, TILES>(ahead[d], rows, sums);
+                        else
+                            multiply_values<R, TOKENS, TILES>(ahead[d], table, rows, sums);
+                    }
+                    load(ahead[d]);
 #pragma unroll
-                for (int j = 0; j < TOKENS / 8; j++) rows[j] += WARPS * 2 * COLUMNS;
+                    for (int j = 0; j < TOKENS / 8; j++) rows[j] += WARPS * 2 * COLUMNS;
+                }
             }
         }
-    }
 
-    __syncthreads();
-    float* const partial = reinterpret_cast<float*>(memory);
-    float* const own = partial + warp * TOKENS * PITCH;
+        float* const mine = partial + warp * TOKENS * PITCH;
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-        for (int j = 0; j < TOKENS / 8; j++)
+            for (int j = 0; j < TOKENS / 8; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                own[(8 * j + lane % 4 * 2 + e % 2) * PITCH + t * ROWS + lane / 4 + e / 2 * 8] =
-                    sums[t][j][e];
-    __syncthreads();
-    for (int i = threadIdx.x; i < m * columns; i += WARPS * 32) {
-        const int row = i / columns, column = i % columns;
-        if (first + column >= width) continue;
-        const auto sum_of = [&](int tile_row, int weight_row) {
-            float sum = 0.0f;
+                for (int e = 0; e < 4; e++)
+                    mine[(8 * j + lane % 4 * 2 + e % 2) * PITCH + t * ROWS + lane / 4 +
+                         e / 2 * 8] = sums[t][j][e];
+        __syncthreads();
+        const int first = tile * columns;
+        for (int i = threadIdx.x; i < m * columns; i += WARPS * 32) {
+            const int row = i / columns, column = i % columns;
+            if (first + column >= width) continue;
+            const auto sum_of = [&](int tile_row, int weight_row) {
+                float sum = 0.0f;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++)
-                sum += partial[(w * TOKENS + row) * PITCH + tile_row];
-            return bias ? sum + static_cast<float>(bias[weight_row]) : sum;
-        };
-        float value = sum_of(column, first + column);
-        if (gated)
-            value = value / (1.0f + __expf(-value)) *
-                    sum_of(columns + column, width + first + column);
-        const long long place = static_cast<long long>(row) * width + first + column;
-        if (residual) value += static_cast<float>(residual[place]);
-        out[place] = __float2bfloat16(value);
+                for (int w = 0; w < WARPS; w++)
+                    sum += partial[(w * TOKENS + row) * PITCH + tile_row];
+                return bias ? sum + static_cast<float>(bias[weight_row]) : sum;
+            };
+            float value = sum_of(column, first + column);
+            if (gated)
+                value = value / (1.0f + __expf(-value)) *
+                        sum_of(columns + column, width + first + column);
+            const long long place = static_cast<long long>(row) * width + first + column;
+            if (residual) value += static_cast<float>(residual[place]);
+            store_sum(out, place, value, wide);
+        }
+        // The next tile's sums go elsewhere: those of this one may still be read.
+        partial = partial == reinterpret_cast<float*>(memory) ? partial + SUMS : partial - SUMS;
     }
 #endif
 }

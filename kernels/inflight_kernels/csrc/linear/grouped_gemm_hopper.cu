@@ -49,7 +49,7 @@ __device__ inline void sync_all() {
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), k a multiple of 8.
 // Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
-// 16; + residual (bias and residual may be null; out may alias the residual).
+// 16; + residual (bias and residual may be null; out may alias the residual, and is float if `wide`).
 // Cluster c computes the tokens of tile c % token_tiles and the rows of tile c / token_tiles. Box of
 // the map of x: TOKENS rows of 128 bytes. `values` is null unless codes are indices.
 // Threads: GROUPS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES * STAGE_BYTES
@@ -59,8 +59,8 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
     __launch_bounds__(128 * GROUPS + 32, TOKENS <= 64 ? 2 : 1)
     grouped_product(const __grid_constant__ TensorMap x, const unsigned char* records,
                     const grouped::Table* values, const __nv_bfloat16* bias,
-                    const __nv_bfloat16* residual, __nv_bfloat16* out, int m, int n, int k,
-                    int token_tiles, bool gated) {
+                    const __nv_bfloat16* residual, void* out, int m, int n, int k,
+                    int token_tiles, bool gated, bool wide) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace grouped;
     constexpr int STAGE = STAGE_BYTES<R, TOKENS, GROUPS>, TILES = GROUPS * GROUP_TILES;
@@ -199,7 +199,7 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
         for (int e = 0; e < 4; e++) {
             if (first + column + e >= width) continue;
             if (residual) value[e] += static_cast<float>(residual[place + e]);
-            out[place + e] = __float2bfloat16(value[e]);
+            store_sum(out, place + e, value[e], wide);
         }
     }
     // A block's sums must not go before the others have read them.

@@ -30,10 +30,6 @@ MAX_TOKENS = 16
 _DEQUANTIZING_WARPS = 8
 _DEQUANTIZED_PITCH = 2 * RECORD_COLUMNS + 16
 
-# Of the multiprocessors, so many need a block; those that remain idle do not bound a kernel that
-# waits for memory.
-_MIN_BUSY = 0.75
-
 
 # Of x in shared memory, so that several blocks fit on a multiprocessor.
 _MAX_X_BYTES = 72 * 1024
@@ -66,29 +62,44 @@ class Tile:
     def shared_bytes(self, m: int, k: int) -> int:
         """Dynamic shared memory of a block for m tokens."""
         sums = 4 * self.warps * self.tokens * (self.tiles * RECORD_ROWS + 4)
-        return max(m * self._x_pitch(self.phase(m, k)), sums)
+        return 2 * sums + m * self._x_pitch(self.phase(m, k))
+
+    def blocks(self, n: int, num_multiprocessors: int) -> int:
+        """To launch for a weight with n rows."""
+        tiles = -(-n // (self.tiles * RECORD_ROWS))
+        return min(tiles, num_multiprocessors * (1 if self.warps > 8 else 2))
 
     @staticmethod
     def _x_pitch(columns: int) -> int:
         return 2 * columns + 16
 
 
-_TILES = tuple(Tile(tokens, tiles) for tokens in (8, 16) for tiles in (2, 1))
+# Tiles that the kernel is compiled for. Many warps share x in shared memory, which counts if there
+# are several tokens; with few of them, several blocks fit on a multiprocessor.
+_ONE_TOKEN = Tile(8, 1, depth=4)
+_FEW_TOKENS = Tile(8, 1, warps=16)
+_GATED = Tile(8, 2, warps=16)
+_MORE_TOKENS = Tile(16, 2, warps=16, depth=1)
+_TILES = (_ONE_TOKEN, _FEW_TOKENS, _GATED, _MORE_TOKENS)
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, gated: bool, num_multiprocessors: int) -> Tile:
-    """Two tiles of rows with which most multiprocessors have a block, else one.
+def plan(m: int, k: int, gated: bool) -> Tile:
+    """The tile of a product; chosen by measurements on an H200 (benchmarks/notes.md).
 
     Args:
         m: tokens, up to MAX_TOKENS.
-        n: rows of the weight.
+        k: columns of the weight.
         gated: whether the weight is gate | up.
-        num_multiprocessors: of the device.
     """
-    two, one = (tile for tile in _TILES if tile.tokens == (8 if m <= 8 else 16))
-    blocks = -(-n // (two.tiles * RECORD_ROWS))
-    return two if gated or blocks >= _MIN_BUSY * num_multiprocessors else one
+    if m > _GATED.tokens:
+        return _MORE_TOKENS
+    if gated:
+        return _GATED
+    if m <= 2:
+        return _ONE_TOKEN
+    # With two tiles, x is read half as often, which counts if it does not stay in shared memory.
+    return _FEW_TOKENS if _FEW_TOKENS.phase(m, k) >= k else _GATED
 
 
 def linear(
@@ -108,7 +119,7 @@ def linear(
         weight: [n, k]; k is a multiple of 8.
         bias: [n] bfloat16.
         residual: [m, n], or [m, n / 2] when gated, bfloat16; may be out.
-        out: of the residual's shape, bfloat16.
+        out: of the residual's shape, bfloat16, or float32 when not gated.
         gated: the weight is gate | up, n / 2 a multiple of RECORD_ROWS, and out is silu(gate) * up
             (arXiv:2002.05202).
         pdl: see `Kernel`. The first stages of the weight are read during the preceding kernel,
@@ -122,10 +133,9 @@ def linear(
     )
     if not m or not n:
         return
-    tile = plan(m, n, gated, num_multiprocessors())
-    rows = tile.tiles * RECORD_ROWS
+    tile = plan(m, k, gated)
     kernel("grouped_gemm", _name(weight.kind, tile))(
-        -(-n // rows),
+        tile.blocks(n, num_multiprocessors()),
         32 * tile.warps,
         x,
         x.stride(0),
@@ -139,6 +149,7 @@ def linear(
         k,
         tile.phase(m, k),
         gated,
+        out.dtype == torch.float32,
         shared=tile.shared_bytes(m, k),
         pdl=pdl,
     )
@@ -176,9 +187,7 @@ def dequantize(weight: GroupedRows, *, out: Tensor) -> None:
 
 
 def _name(kind: GroupedKind, tile: Tile) -> str:
-    return (
-        f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {tile.warps}, {tile.depth}>"
-    )
+    return f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {tile.warps}, {tile.depth}>"
 
 
 def _dequantizing_name(kind: GroupedKind) -> str:

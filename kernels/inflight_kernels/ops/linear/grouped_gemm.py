@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.grouped_rows import (
@@ -129,13 +130,16 @@ def linear(
         k,
         token_tiles,
         gated,
+        out.dtype == torch.float32,
         shared=tile.shared_bytes(weight.kind),
         pdl=pdl,
     )
 
 
 def _name(kind: GroupedKind, tile: Tile) -> str:
-    return f"grouped_product<{kind.name}, {tile.tokens}, {_GROUPS}, {tile.stages(kind)}, {tile.split}>"
+    return (
+        f"grouped_product<{kind.name}, {tile.tokens}, {_GROUPS}, {tile.stages(kind)}, {tile.split}>"
+    )
 
 
 def instantiations() -> list[Instantiation]:

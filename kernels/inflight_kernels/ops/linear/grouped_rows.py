@@ -6,6 +6,7 @@ multiplies with: code * scale + minimum, rounded to bfloat16, as are scales and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -147,22 +148,23 @@ def pack(
         levels: [16] float32, the values of codes of 4 bits; None if a code is its own value.
     """
     (n, k), group = codes.shape, codes.shape[1] // scales.shape[1]
-    which, table = INT4 if bits <= 4 else INT8, None
+    which, table, factor = INT4 if bits <= 4 else INT8, None, 1.0
+    middle = 1 << max(bits, 4) - 1
     if levels is not None:
-        which, table = _table(levels, zero, scales)
-        zero = 0
-    else:
-        middle = 1 << max(bits, 4) - 1
-        if which == INT8:
-            codes = codes - middle  # modulo 256: as signed bytes
-        if zero != middle:  # numbers are distances from the middle
-            moved = (middle - zero) * scales
-            minimums = moved if minimums is None else minimums + moved
+        which, table, factor = _table(levels, zero, scales)
+        zero = middle
     kept = _kept_group(group) or RECORD_COLUMNS  # the latter for a group of all columns
-    kind = GroupedKind(which, kept, minimums is not None)
+    kind = GroupedKind(which, kept, minimums is not None or zero != middle)
     if codes.is_meta:  # torch would import its compiler to compute there, which takes seconds
-        return empty(1, -(-n // RECORD_ROWS) * RECORD_ROWS, k, kind, codes.device, table)
-    factors = scales * _E2M1_UNIT if which == E2M1 else scales
+        size = (*_num_records(n, k), kind.record_bytes)
+        records = torch.empty(size, dtype=torch.uint8, device="meta")
+        return GroupedRows(records, kind, n, k, table)
+    if which == INT8:
+        codes = codes - middle  # modulo 256: as signed bytes
+    if zero != middle:  # numbers are distances from the middle
+        moved = (middle - zero) * scales
+        minimums = moved if minimums is None else minimums + moved
+    factors = scales * (factor * _E2M1_UNIT if which == E2M1 else 1.0)
     parts = [_packed_codes(codes, which), _packed_scales(factors, minimums, k, kept)]
     return GroupedRows(torch.cat(parts, 2), kind, n, k, table)
 
@@ -208,15 +210,18 @@ def _kept_group(group: int) -> int | None:
     return next((one for one in _GROUPS if group % one == 0), None)
 
 
-def _table(levels: Tensor, zero: int, scales: Tensor) -> tuple[int, Tensor | None]:
-    """E2M1 or TABLE for these levels, and the table of the latter."""
+def _table(levels: Tensor, zero: int, scales: Tensor) -> tuple[int, Tensor | None, float]:
+    """E2M1 or TABLE for these levels, the table of the latter, and what multiplies scales."""
     values = levels.to(torch.float32).cpu() - zero
     positive = torch.tensor(E2M1_VALUES)
-    fits = scales.is_meta or bool((scales.abs() <= _LARGEST_E2M1_SCALE).all())
-    if torch.equal(values, torch.cat([positive, -positive])) and fits:
-        return E2M1, None
+    factor = float(values[7] / positive[7])
+    is_multiple = torch.equal(values, factor * torch.cat([positive, -positive]))
+    if is_multiple and math.log2(abs(factor) or 1.5).is_integer():
+        largest = 0.0 if scales.is_meta else float(scales.abs().amax()) * factor
+        if largest <= _LARGEST_E2M1_SCALE:
+            return E2M1, None, factor
     raw = values.to(torch.bfloat16).view(torch.uint8).view(16, 2).t().contiguous()
-    return TABLE, raw.flatten().to(scales.device)
+    return TABLE, raw.flatten().to(scales.device), 1.0
 
 
 def _padded(matrix: Tensor, rows: int, columns: int, value: int = 0) -> Tensor:

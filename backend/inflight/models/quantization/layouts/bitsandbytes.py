@@ -80,7 +80,10 @@ def _matrix(parts: Parts, weight: str, state_name: str) -> StoredMatrix:
         )
     absmax = parts.take(f"{weight}.absmax", ("U8",) if is_nested else ("F32",), [(num_blocks,)])
     read = partial(_read, parts, weight, state, (packed, levels, absmax), nested)
-    return StoredMatrix((n, k), _BITS, math.gcd(k, block), has_minimums=False, read=read)
+    shaped = torch.zeros(16)  # of any values, which are read with the codes
+    return StoredMatrix(
+        (n, k), _BITS, math.gcd(k, block), has_minimums=False, read=read, levels=shaped
+    )
 
 
 def _state(parts: Parts, name: str) -> _State:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch import Tensor
 
 from inflight.checkpoint.safetensors import WEIGHTS, StoredTensor
 from inflight.errors import ConfigError
+from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.matrix import Matrix
 
 Shape = tuple[int, ...]
@@ -29,6 +31,8 @@ class StoredMatrix:
         group: columns with a scale in common.
         has_minimums: whether each group has a zero of its own.
         read: reads it; thread-safe. Raises ConfigError: a scale is not a finite number.
+        zero: see `GroupedMatrix`.
+        levels: the same.
     """
 
     shape: tuple[int, int]
@@ -36,11 +40,26 @@ class StoredMatrix:
     group: int
     has_minimums: bool
     read: Callable[[], Matrix]
+    zero: int = 0
+    levels: Tensor | None = None
 
     @property
     def is_grouped(self) -> bool:
         """Whether it can be read as a GroupedMatrix; otherwise it is dequantised."""
         return self.group >= MIN_GROUP and self.shape[1] % self.group == 0
+
+    def shaped(self) -> Matrix:
+        """It on the meta device."""
+        if not self.is_grouped:
+            return torch.empty(self.shape, device="meta")
+        (n, k), count = self.shape, self.shape[1] // self.group
+
+        def factors() -> Tensor:
+            return torch.empty(n, count, device="meta")
+
+        codes = torch.empty(n, k, dtype=torch.uint8, device="meta")
+        minimums = factors() if self.has_minimums else None
+        return GroupedMatrix(codes, self.bits, factors(), minimums, self.zero, self.levels)
 
 
 class Parts:
