@@ -4,7 +4,8 @@
 // Each block finds the experts by itself, which takes less time than a kernel before it. There is
 // no order of rows by expert: a product has all tokens as the 8 columns of mma.sync, and the
 // weight's rows as its 16 rows. Each warp reads rows of its own, some stages ahead, and waits for
-// no other warp.
+// no other warp. A weight has values of x's type, or is in the records of grouped.cuh; only the
+// copies and the products of stages differ: `Values` and `Codes` have them.
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -194,15 +195,15 @@ struct Team {
           part(static_cast<int>(threadIdx.x) / 32 % size) {}
 };
 
-// Bytes from a row of x to the next in shared memory: whole pieces that a stage is multiplied with,
-// of zeros past the row's end, and an offset so that lanes read different banks. Weight: `Values` or
-// `Codes`.
+// Bytes from a row of x to the next in shared memory: whole stages, of zeros past the row's end,
+// and an offset so that lanes read different banks. Weight: `Values` or `Codes`.
 template <class Weight>
 __host__ __device__ constexpr int x_pitch(int row_bytes) {
-    return (row_bytes + Weight::X_PIECE - 1) / Weight::X_PIECE * Weight::X_PIECE + Weight::X_OFFSET;
+    constexpr int WHOLE = Weight::X_WIDTH;
+    return (row_bytes + WHOLE - 1) / WHOLE * WHOLE + Weight::X_OFFSET;
 }
 
-// A weight [n, k] of x's type, of which stages have ROWS_ adjacent rows.
+// A weight [n, k] with values of x's type, read in stages of ROWS_ adjacent rows.
 template <typename In, int ROWS_>
 struct Values {
     using X = In;
@@ -210,9 +211,9 @@ struct Values {
 
     static constexpr int ROWS = ROWS_;
     static constexpr int BYTES = STAGE;         // of a stage
-    static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row of x for a stage
+    static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row of x that it is multiplied with
     static constexpr int RING = 1;              // a ring has 2, 3 or 4 times as many stages
-    static constexpr int X_PIECE = 512, X_OFFSET = 64;
+    static constexpr int X_WIDTH = 512, X_OFFSET = 64;  // see x_pitch
 
     const In* values;
     int row_bytes;
@@ -224,9 +225,10 @@ struct Values {
         return reinterpret_cast<const char*>(values) + static_cast<long long>(row) * row_bytes;
     }
 
-    // A stage of the rows at `base`. column: its first byte of a row of x.
+    // A stage of the rows at `base`. first: its first column, in bytes of x.
     __device__ __forceinline__ void copy(unsigned slot, const char* base, int first) const {
-        constexpr int CHUNKS = WIDTH / 16, ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
+        constexpr int CHUNKS = WIDTH / 16,
+                      ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
         const int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
         const int column = first + chunk * 16;
         const bool valid = column < row_bytes;
@@ -241,10 +243,10 @@ struct Values {
         }
     }
 
-    // The row of x that a lane reads; given that of token l / 4.
+    // From the address of the row of x of token l / 4, or 0, to what `multiply` takes.
     static __device__ __forceinline__ unsigned own_row(unsigned x) { return x; }
 
-    // sums += the product of a stage. first: its first byte of a row of x.
+    // sums += the product of a stage with x.
     __device__ __forceinline__ void multiply(unsigned slot, unsigned x, int first,
                                              float (&sums)[4]) const {
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -257,8 +259,7 @@ struct Values {
             const uint4 upper = load_shared(place);
             const uint4 lower =
                 ROWS == 16 ? load_shared(place + 8 * WIDTH) : make_uint4(0, 0, 0, 0);
-            const uint4 values =
-                x ? load_shared(x + first + chunk * 16) : make_uint4(0, 0, 0, 0);
+            const uint4 values = x ? load_shared(x + first + chunk * 16) : make_uint4(0, 0, 0, 0);
             const unsigned first_half[4] = {upper.x, lower.x, upper.y, lower.y};
             const unsigned second_half[4] = {upper.z, lower.z, upper.w, lower.w};
             mma<In>(parts[i % 2 * 2], first_half, values.x, values.y);
@@ -271,8 +272,7 @@ struct Values {
     }
 };
 
-// A weight [n, k] in the records R, each of which is a stage; n is a multiple of 16, and x has
-// bfloat16.
+// A weight [n, k] in records R, each of which is a stage. n is a multiple of 16.
 template <class R>
 struct Codes {
     using X = __nv_bfloat16;
@@ -281,8 +281,8 @@ struct Codes {
     static constexpr int ROWS = grouped::ROWS;
     static constexpr int BYTES = R::BYTES;
     static constexpr int WIDTH = grouped::COLUMNS * static_cast<int>(sizeof(X));
-    static constexpr int RING = (STAGE + BYTES - 1) / BYTES;  // as many bytes in flight, or more
-    static constexpr int X_PIECE = WIDTH, X_OFFSET = 16;      // rows of 16 bytes of all tokens
+    static constexpr int RING = (STAGE + BYTES - 1) / BYTES;  // as many bytes as of values, or more
+    static constexpr int X_WIDTH = WIDTH, X_OFFSET = 16;
 
     const unsigned char* records;
     int k;
@@ -297,15 +297,18 @@ struct Codes {
     }
 
     __device__ const char* address(int row) const {
-        return reinterpret_cast<const char*>(records) + R::offset(row / ROWS, k);
+        return reinterpret_cast<const char*>(records) +
+               R::offset(static_cast<unsigned>(row) / ROWS, k);
     }
 
     __device__ __forceinline__ void copy(unsigned slot, const char* base, int first) const {
         const unsigned char* const from = reinterpret_cast<const unsigned char*>(base);
-        grouped::copy_record<BYTES>(true, slot, from + first / WIDTH * BYTES, threadIdx.x % 32);
+        const unsigned record = static_cast<unsigned>(first) / WIDTH;
+        grouped::copy_record<BYTES>(true, slot, from + record * BYTES, threadIdx.x % 32);
     }
 
-    // That of token l % 8. Lanes without one read another token's: what comes of it is not used.
+    // Lane l addresses the row of token l % 8. In the place of a row that is not there it addresses
+    // another one, as the products with it are not used.
     static __device__ __forceinline__ unsigned own_row(unsigned x) {
         const unsigned any = __reduce_max_sync(FULL_WARP, x);
         const unsigned row = __shfl_sync(FULL_WARP, x, threadIdx.x % 8 * 4);
@@ -318,7 +321,7 @@ struct Codes {
         grouped::Codes<R> codes[grouped::COLUMNS / (2 * grouped::STEP)];
         reader.read(codes);
         grouped::Scales scales;
-        float others[4] = {};  // as each product waits for the one before
+        float others[4] = {};  // of every second step, as each product waits for the one before
 #pragma unroll
         for (int step = 0; step < grouped::COLUMNS / grouped::STEP; step += 2) {
             unsigned values[4];  // of x, of two steps
@@ -336,19 +339,20 @@ struct Codes {
     }
 };
 
-// How a weight is read that has values of Stored, or is in records; in stages of so many rows where
-// that is free.
-template <typename Stored, int ROWS>
-struct WeightOf {
-    using type = Values<Stored, ROWS>;
+// Of a weight with values of a type, in stages of so many rows, or of one in records of a type.
+template <typename Type, int ROWS>
+struct WeightOfType {
+    using type = Values<Type, ROWS>;
 };
 template <int CODES, int GROUP, bool MINIMUMS, int ROWS>
-struct WeightOf<grouped::Records<CODES, GROUP, MINIMUMS>, ROWS> {
+struct WeightOfType<grouped::Records<CODES, GROUP, MINIMUMS>, ROWS> {
     using type = Codes<grouped::Records<CODES, GROUP, MINIMUMS>>;
 };
+template <typename Type, int ROWS>
+using WeightOf = typename WeightOfType<Type, ROWS>::type;
 
-// A warp's part of jobs, each a product with ROWS adjacent rows of a weight: those of its team,
-// below `jobs`. BaseOf: from a job to the address of its rows.
+// A warp's part of jobs, each a product with Weight::ROWS adjacent rows of a weight: those of its
+// team, below `jobs`. BaseOf: from a job to the address of its rows.
 template <class Weight, class BaseOf>
 struct Stream {
     static constexpr int WIDTH = Weight::WIDTH;

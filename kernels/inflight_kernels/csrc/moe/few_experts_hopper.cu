@@ -26,7 +26,7 @@ struct Memory {
 
 constexpr int PARTIAL_SUMS = 2304;  // floats
 
-// A layer's gate and up. Weight: of 16 rows.
+// A layer's gate and up. Weight: with 16 rows of a stage.
 template <class Weight, typename T>
 struct GateUp {
     using X = typename Weight::X;
@@ -43,7 +43,8 @@ struct GateUp {
     __device__ void run(const Memory& at, Choice* handed_on, const float* x_scales, int num_tokens,
                         int top_k, int stages, int team_size) const {
         const Choice& choice = at.choice;
-        const int row_bytes = hidden * static_cast<int>(sizeof(X)), pitch = x_pitch<Weight>(row_bytes);
+        const int row_bytes = hidden * static_cast<int>(sizeof(X)),
+                  pitch = x_pitch<Weight>(row_bytes);
         const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
         const int block = blockIdx.x, blocks = gridDim.x;
         const Divisor units(width / 8);
@@ -54,7 +55,8 @@ struct GateUp {
         };
         const auto base_of = [&](int own) { return weight.address(first_row(own)); };
         const Team team(team_size);
-        Stream<Weight, decltype(base_of)> stream(weight, at.ring, stages, row_bytes, team, jobs, base_of);
+        Stream<Weight, decltype(base_of)> stream(weight, at.ring, stages, row_bytes, team, jobs,
+                                                 base_of);
         hand_on(choice, handed_on);  // while the first weights arrive
         const unsigned own_x = g < num_tokens ? shared_address(at.x + g * pitch) : 0;
 
@@ -122,31 +124,33 @@ struct GateUp {
 //   logits [T, stride] and what follows: see RouterParams
 //   choice   for few_down
 //   weight and what follows: see GateUp; gate SILU or CLAMPED, width a multiple of 8, and rows of x
-//          and the weight of 16 bytes
-//   stages     of a warp's ring
+//          and of values of 16 bytes
+//   stages     of a warp's ring: 2, 3 or 4 times Weight::RING
 //   team_size  warps that share a job, which divides WARPS
+//   table      of codes that are indices, otherwise null
 //
-// Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * x_pitch(of hidden),
+// Type: of x and the weight; or the weight is in these grouped::Records and x in bfloat16. Threads:
+// THREADS. Dynamic shared memory: WARPS * stages * Weight::BYTES, T * x_pitch(of hidden),
 // sizeof(Choice), and the larger of PARTIAL_SUMS floats and sizeof(Scratch) with, if
 // there are groups, num_experts floats, rounded up to 32, for each warp.
-template <typename Stored, typename T, int PER_LANE>
+template <typename Type, typename T, int PER_LANE>
 __global__ void __launch_bounds__(few::THREADS, 2)
-    few_gate_up(const typename few::WeightOf<Stored, 16>::type::X* x, const float* x_scales, const float* logits, int stride, int parts,
-                int rows, const float* router_bias, const float* select_bias, int shared_gate,
-                int num_shared, int num_experts, int top_k, int flags, int num_groups,
-                int top_groups, float scale, few::Choice* choice,
-                const typename few::WeightOf<Stored, 16>::type::Stored* weight,
+    few_gate_up(const typename few::WeightOf<Type, 16>::X* x, const float* x_scales,
+                const float* logits, int stride, int parts, int rows, const float* router_bias,
+                const float* select_bias, int shared_gate, int num_shared, int num_experts,
+                int top_k, int flags, int num_groups, int top_groups, float scale,
+                few::Choice* choice, const typename few::WeightOf<Type, 16>::Stored* weight,
                 const float* weight_scales, const T* bias, T* inner, int num_tokens, int hidden,
                 int width, int gate, int stages, int team_size, const grouped::Table* table) {
     using namespace few;
-    using Weight = typename WeightOf<Stored, 16>::type;
+    using Weight = WeightOf<Type, 16>;
     extern __shared__ __align__(128) char memory[];
     const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,
                                  rows,        stride,      flags,       num_groups, top_groups,
                                  shared_gate, num_shared,  scale};
     const int row_bytes = hidden * static_cast<int>(sizeof(*x)), pitch = x_pitch<Weight>(row_bytes);
     const Memory at(memory, stages * Weight::BYTES, num_tokens * pitch);
-    const Weight read(weight, hidden, table);
+    const Weight matrix(weight, hidden, table);
     pdl_wait();
     // They arrive while experts are chosen.
 #pragma unroll 1
@@ -164,7 +168,7 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, at.ranks);
     ptx::wait_copies<0>();
     __syncthreads();
-    const GateUp<Weight, T> layer = {read, weight_scales, bias, inner, hidden, width, gate};
+    const GateUp<Weight, T> layer = {matrix, weight_scales, bias, inner, hidden, width, gate};
     layer.run(at, choice, x_scales, num_tokens, router.all_top_k(), stages, team_size);
 }
 
@@ -251,19 +255,19 @@ __device__ void load_rows(const T* rows, int count, int width, char* to, int pit
 //   inner [T * top_k, width], quantised here if the weight has 8 bits
 //   from    what tokens choose, from few_gate_up
 //   weight [E, hidden, width], weight_scales [E * hidden], bias [E * hidden] or null
-//   shared, total [T, hidden], hidden a multiple of 8
+//   shared, total [T, hidden], hidden a multiple of ROWS: 8, or 16 of a weight in records
 //
-// Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * top_k * (x_pitch(of width) +
-// 4), (1 + team_size) * 32 bytes for each pair of a token and its expert and each 8 rows of a
-// block, and sizeof(Choice).
-template <typename Stored, typename T>
+// Type, stages and what follows: see few_gate_up. Threads: THREADS. Dynamic shared memory: WARPS *
+// stages * Weight::BYTES, T * top_k * (x_pitch(of width) + 4), (1 + team_size) * 4 * ROWS bytes for
+// each pair of a token and its expert and each ROWS rows of a block, and sizeof(Choice).
+template <typename Type, typename T>
 __global__ void __launch_bounds__(few::THREADS, 2)
     few_down(const T* inner, const few::Choice* from,
-             const typename few::WeightOf<Stored, 8>::type::Stored* weight,
-             const float* weight_scales, const T* bias, const T* shared, T* total, int adds, int num_tokens, int top_k,
+             const typename few::WeightOf<Type, 8>::Stored* weight, const float* weight_scales,
+             const T* bias, const T* shared, T* total, int adds, int num_tokens, int top_k,
              int hidden, int width, int stages, int team_size, const grouped::Table* table) {
     using namespace few;
-    using Weight = typename WeightOf<Stored, 8>::type;
+    using Weight = WeightOf<Type, 8>;
     using X = typename Weight::X;
     constexpr int ROWS = Weight::ROWS;
     extern __shared__ __align__(128) char memory[];
@@ -275,9 +279,9 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     const int x_bytes =
         (pairs * pitch + pairs * 4 + (1 + team_size) * most * pairs * 4 * ROWS + 15) / 16 * 16;
     const Memory at(memory, stages * Weight::BYTES, x_bytes);
-    const Weight read(weight, width, table);
+    const Weight matrix(weight, width, table);
     float* const scales = reinterpret_cast<float*>(at.x + pairs * pitch);
-    float* const row_scales = scales + pairs;              // of weights, [jobs, ROWS]
+    float* const row_scales = scales + pairs;                 // of weights, [jobs, ROWS]
     float* const sums_of = row_scales + most * pairs * ROWS;  // [team_size, most, pairs, ROWS]
 
     take_over(from, at.choice);
@@ -289,10 +293,11 @@ __global__ void __launch_bounds__(few::THREADS, 2)
         const int unit = blockIdx.x + count.quotient(job) * blocks;
         return choice.experts[count.remainder(job)] * hidden + unit * ROWS;
     };
-    const auto base_of = [&](int job) { return read.address(first_row(job)); };
+    const auto base_of = [&](int job) { return matrix.address(first_row(job)); };
     // No kernel writes weights: they are read while the preceding one ends.
     const Team team(team_size);
-    Stream<Weight, decltype(base_of)> stream(read, at.ring, stages, row_bytes, team, jobs, base_of);
+    Stream<Weight, decltype(base_of)> stream(matrix, at.ring, stages, row_bytes, team, jobs,
+                                             base_of);
     if constexpr (sizeof(X) == 1) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < jobs * ROWS; i += THREADS)
@@ -309,8 +314,7 @@ __global__ void __launch_bounds__(few::THREADS, 2)
         float added[ROWS / 8];
 #pragma unroll
         for (int half = 0; half < ROWS / 8; half++)
-            added[half] =
-                bias && team.part == 0 ? static_cast<float>(bias[row + 8 * half]) : 0.0f;
+            added[half] = bias && team.part == 0 ? static_cast<float>(bias[row + 8 * half]) : 0.0f;
         const int own = choice.ranks[which][g];
         float sums[4];
         stream.multiply(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch), sums);
