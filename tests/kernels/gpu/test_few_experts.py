@@ -73,7 +73,7 @@ class Weights:
 
 
 # Levels that are not those of e2m1, and of each kind of codes the width of one code's values.
-_LEVELS = torch.tensor([-127.0, *range(-100, 113, 15), 120.0]) / 128
+_LEVELS = torch.tensor([-127.0, *range(-100, 100, 15), 120.0]) / 128
 _WIDTHS = {grouped_rows.E2M1: 3.0, grouped_rows.INT4: 4.6, grouped_rows.TABLE: 0.6}
 
 
