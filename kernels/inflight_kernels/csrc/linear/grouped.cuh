@@ -198,10 +198,9 @@ template <int BYTES>
 __device__ __forceinline__ void copy_record(bool wanted, unsigned to, const unsigned char* from,
                                             int lane) {
 #pragma unroll
-    for (int i = 0; i < (BYTES + 511) / 512; i++) {
-        const int place = i * 512 + lane * 16;
-        ptx::copy_once_if(wanted && place < BYTES, to + place, from + place);
-    }
+    for (int i = 0; i < (BYTES + 511) / 512; i++)
+        ptx::copy_once_if(wanted && i * 512 + lane * 16 < BYTES, to + lane * 16 + i * 512,
+                          from + lane * 16 + i * 512);
 }
 
 }  // namespace grouped
