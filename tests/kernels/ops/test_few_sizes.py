@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_shared_memory_of_what_fits_is_within_the_limit() -> None:
         ({"top_k": 31, "item_bytes": 1}, 3),
     ],
 )
-def test_what_does_not_fit_is_known(changes: dict[str, int], num_tokens: int) -> None:
+def test_what_does_not_fit_is_known(changes: dict[str, Any], num_tokens: int) -> None:
     assert not dataclasses.replace(QWEN3, **changes).fits(num_tokens)
 
 
