@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels.ops.linear import grouped_rows
+from inflight_kernels.ops.linear.grouped_rows import GroupedKind, GroupedRows
 from inflight_kernels.ops.linear.operands import NormedRows, Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.moe import few
@@ -21,7 +25,11 @@ from inflight_kernels.torch_ops.transformer import clamped_swiglu, rms_norm, sil
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
+Format = torch.dtype | GroupedKind
+"""Of weights."""
+
 TYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+FORMATS: list[Format] = [*TYPES, *few.KINDS]
 # (experts, per token, width, hidden): of public models, and odd ones.
 SHAPES = [
     (128, 8, 768, 2048),
@@ -31,35 +39,66 @@ SHAPES = [
     (8, 2, 1024, 4096),
     (16, 1, 16, 16),
 ]
-BOUNDS = {torch.bfloat16: 2 * ROUNDING[torch.bfloat16], torch.float8_e4m3fn: 1e-2}
 
 
-def _bound(dtype: torch.dtype) -> float:
-    return BOUNDS.get(dtype, 1e-2)
+def _bound(weights: Format) -> float:
+    # x is quantised with weights of 8 bits, not with codes.
+    return 1e-2 if weights in TYPES[1:] else 2 * ROUNDING[torch.bfloat16]
+
+
+def _id(weights: Format) -> str:
+    return weights.name if isinstance(weights, GroupedKind) else str(weights)
 
 
 class Weights:
     """Of experts: as kernels take them, and what these are in float64."""
 
-    def __init__(
-        self, experts: int, rows: int, columns: int, dtype: torch.dtype, gated: bool
-    ) -> None:
-        whole = torch.randn(experts, rows, columns, device="cuda") * columns**-0.5
-        if gated:  # gate above up -> by turns of 8
-            parts = whole.view(experts, 2, rows // 16, 8, columns)
-            stored = parts.transpose(1, 2).reshape(whole.shape).bfloat16()
+    def __init__(self, experts: int, rows: int, columns: int, form: Format, gated: bool) -> None:
+        shape = experts, rows, columns
+        self.operand: Operand | GroupedRows
+        if isinstance(form, GroupedKind):
+            self.operand = _codes(experts * rows, columns, form)
+            exact = grouped_rows.dequantized(self.operand).double().view(shape)
         else:
-            stored = whole.bfloat16()
-        self.operand: Operand = stored
-        exact = stored.double()
-        if dtype != torch.bfloat16:
-            values, scales = quantize_rows(stored.view(-1, columns), dtype)
-            exact = dequantize_rows(values, scales).double().view(whole.shape)
-            self.operand = ScaledRows(values.view(whole.shape), scales)
-        if gated:
+            stored = (torch.randn(shape, device="cuda") * columns**-0.5).bfloat16()
+            self.operand, exact = stored, stored.double()
+            if form != torch.bfloat16:
+                values, scales = quantize_rows(stored.view(-1, columns), form)
+                exact = dequantize_rows(values, scales).double().view(shape)
+                self.operand = ScaledRows(values.view(shape), scales)
+        if gated:  # by turns of 8 -> gate above up
             turns = exact.view(experts, rows // 16, 2, 8, columns)
-            exact = turns.transpose(1, 2).reshape(whole.shape)
+            exact = turns.transpose(1, 2).reshape(shape)
         self.exact = exact
+
+
+# Levels that are not those of e2m1, and of each kind of codes the width of one code's values.
+_LEVELS = torch.tensor([-127.0, *range(-100, 100, 15), 120.0]) / 128
+_WIDTHS = {grouped_rows.E2M1: 3.0, grouped_rows.INT4: 4.6, grouped_rows.TABLE: 0.6}
+
+
+def _codes(rows: int, columns: int, kind: GroupedKind) -> GroupedRows:
+    """A random matrix. What the last group has past the columns is not 0, and must not matter."""
+    groups, positive = -(-columns // kind.group), torch.tensor(grouped_rows.E2M1_VALUES)
+    bits = 8 if kind.codes == grouped_rows.INT8 else 4
+    levels = {
+        grouped_rows.E2M1: torch.cat([positive, -positive]),
+        grouped_rows.TABLE: _LEVELS,
+    }.get(kind.codes)
+    codes = torch.randint(1 << bits, (rows, groups * kind.group), dtype=torch.uint8, device="cuda")
+    unit = columns**-0.5 / _WIDTHS.get(kind.codes, 74.0)
+    scales = (torch.rand(rows, groups, device="cuda") + 0.5) * unit
+    minimums = torch.randn(rows, groups, device="cuda") * columns**-0.5
+    packed = grouped_rows.pack(
+        codes,
+        bits,
+        scales,
+        minimums if kind.minimums else None,
+        0 if levels is not None else 1 << bits - 1,
+        levels,
+    )
+    assert packed.kind == kind
+    return replace(packed, k=columns)
 
 
 def _turns(bias: Tensor) -> Tensor:
@@ -164,11 +203,28 @@ def test_a_layer_is_that_of_the_definition(
     assert relative_error(found, expected) < _bound(dtype)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", few.KINDS, ids=_id)
+@pytest.mark.parametrize(("experts", "top_k", "width", "hidden"), SHAPES)
+def test_a_layer_of_codes_is_that_of_the_definition(
+    experts: int, top_k: int, width: int, hidden: int, kind: GroupedKind
+) -> None:
+    sizes = Sizes(hidden, width, experts, top_k, 1, torch.bfloat16.itemsize, kind)
+    router = Router(Routing(top_k, renormalize=True), experts)
+    first = Weights(experts, 2 * width, hidden, kind, gated=True)
+    last = Weights(experts, hidden, width, kind, gated=False)
+    assert sizes.fits(1)
+    for tokens in filter(sizes.fits, (1, 2, 3, 5, 8)):
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        for scores in ("spread", "same"):
+            found, expected = _run(x, _logits(tokens, experts, scores), router, first, last)
+            assert relative_error(found, expected) < _bound(kind)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=_id)
 @pytest.mark.parametrize("gate", [SILU, CLAMPED])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_biases_a_gated_shared_expert_and_what_was_before_are_added(
-    tokens: int, gate: int, dtype: torch.dtype
+    tokens: int, gate: int, dtype: Format
 ) -> None:
     experts, top_k, width, hidden = 20, 3, 112, 336
     x = (2 * torch.randn(tokens, hidden, device="cuda")).bfloat16()
@@ -193,11 +249,9 @@ def test_biases_a_gated_shared_expert_and_what_was_before_are_added(
     assert relative_error(found, expected) < _bound(dtype)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", FORMATS, ids=_id)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_shared_experts_are_behind_those_that_tokens_choose(
-    tokens: int, dtype: torch.dtype
-) -> None:
+def test_shared_experts_are_behind_those_that_tokens_choose(tokens: int, dtype: Format) -> None:
     experts, num_shared, width, hidden = 20, 2, 112, 336
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     first = Weights(experts + num_shared, 2 * width, hidden, dtype, gated=True)
@@ -222,7 +276,7 @@ def test_groups_and_biases_of_selection_choose_as_the_definition_does() -> None:
 def test_a_token_has_the_same_result_alone_and_among_others() -> None:
     experts, top_k, width, hidden = 32, 4, 384, 1024
     router = Router(Routing(top_k, renormalize=True), experts)
-    for dtype in TYPES:
+    for dtype in FORMATS:
         first = Weights(experts, 2 * width, hidden, dtype, gated=True)
         last = Weights(experts, hidden, width, dtype, gated=False)
         x = torch.randn(4, hidden, device="cuda").bfloat16()
@@ -232,6 +286,16 @@ def test_a_token_has_the_same_result_alone_and_among_others() -> None:
             own = slice(token, token + 1)
             alone, _ = _run(x[own], logits[own], router, first, last)
             assert (alone == whole[own]).all()
+
+
+def test_layers_may_have_codes_of_different_kinds() -> None:
+    experts, top_k, width, hidden = 16, 3, 320, 272
+    router = Router(Routing(top_k, renormalize=True), experts)
+    first = Weights(experts, 2 * width, hidden, few.KINDS[3], gated=True)
+    last = Weights(experts, hidden, width, GroupedKind(grouped_rows.INT8, 16, False), gated=False)
+    x = torch.randn(4, hidden, device="cuda").bfloat16()
+    found, expected = _run(x, _logits(4, experts, "spread"), router, first, last)
+    assert relative_error(found, expected) < _bound(torch.bfloat16)
 
 
 @pytest.mark.parametrize("quantized", [None, torch.float8_e4m3fn, torch.int8])

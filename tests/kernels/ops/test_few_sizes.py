@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from inflight_kernels.ops.linear.grouped_rows import E2M1, GroupedKind
 from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES
-from inflight_kernels.ops.moe import few_sizes
+from inflight_kernels.ops.moe import few, few_sizes
 from inflight_kernels.ops.moe.few_sizes import Sizes
 
 QWEN3 = Sizes(hidden=2048, width=768, num_experts=128, top_k=8, num_groups=1, item_bytes=2)
@@ -20,9 +22,22 @@ def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GPT_OSS = Sizes(hidden=2880, width=2880, num_experts=32, top_k=4, num_groups=1, item_bytes=2)
+MXFP4 = GroupedKind(E2M1, 32, False)
 
 
-@pytest.mark.parametrize("sizes", [QWEN3, GPT_OSS, dataclasses.replace(QWEN3, item_bytes=1)])
+def _in_codes(sizes: Sizes, kind: GroupedKind = MXFP4) -> Sizes:
+    return dataclasses.replace(sizes, grouped=kind)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        QWEN3,
+        GPT_OSS,
+        dataclasses.replace(QWEN3, item_bytes=1),
+        *(_in_codes(sizes, kind) for sizes in (QWEN3, GPT_OSS) for kind in few.KINDS),
+    ],
+)
 def test_a_token_fits_and_blocks_of_both_kernels_share_a_multiprocessor(sizes: Sizes) -> None:
     assert sizes.fits(1)
     _, first = sizes.gate_up_shared(1)
@@ -31,9 +46,9 @@ def test_a_token_fits_and_blocks_of_both_kernels_share_a_multiprocessor(sizes: S
 
 
 def test_shared_memory_of_what_fits_is_within_the_limit() -> None:
-    for item_bytes in (1, 2):
+    of_values = [dataclasses.replace(QWEN3, item_bytes=item_bytes) for item_bytes in (1, 2)]
+    for sizes in (*of_values, *(_in_codes(QWEN3, kind) for kind in few.KINDS)):
         for num_tokens in range(1, 9):
-            sizes = dataclasses.replace(QWEN3, item_bytes=item_bytes)
             if sizes.fits(num_tokens):
                 assert max(sizes.gate_up_shared(num_tokens)) <= MAX_SHARED_BYTES
                 assert max(sizes.down_shared(num_tokens)) <= MAX_SHARED_BYTES
@@ -50,7 +65,7 @@ def test_shared_memory_of_what_fits_is_within_the_limit() -> None:
         ({"top_k": 31, "item_bytes": 1}, 3),
     ],
 )
-def test_what_does_not_fit_is_known(changes: dict[str, int], num_tokens: int) -> None:
+def test_what_does_not_fit_is_known(changes: dict[str, Any], num_tokens: int) -> None:
     assert not dataclasses.replace(QWEN3, **changes).fits(num_tokens)
 
 
@@ -59,12 +74,34 @@ def test_large_experts_of_several_tokens_are_read_faster_by_the_other_kernels() 
     assert dataclasses.replace(MIXTRAL, width=1024).fits(2)
 
 
+def test_more_tokens_fit_with_codes_of_fewer_bytes() -> None:
+    assert GPT_OSS.fits(1) and not GPT_OSS.fits(2)
+    assert _in_codes(GPT_OSS).fits(3) and not _in_codes(GPT_OSS).fits(4)
+
+
+def test_rows_of_down_are_whole_records() -> None:
+    sizes = dataclasses.replace(GPT_OSS, hidden=2888)
+    assert sizes.fits(1)
+    assert not _in_codes(sizes).fits(1)
+
+
+@pytest.mark.parametrize("kind", few.KINDS, ids=lambda kind: kind.name)
+def test_records_are_in_flight_as_many_bytes_as_values_are(kind: GroupedKind) -> None:
+    per_unit = -(-4096 // kind.record_bytes)
+    for num_tokens in (1, 2):
+        for stages in _in_codes(GPT_OSS, kind).stages(num_tokens):
+            assert stages in (2 * per_unit, 3 * per_unit, 4 * per_unit)
+
+
 @pytest.mark.parametrize(
     ("sizes", "gate_up", "down"),
     [
         (QWEN3, 8, 1),  # 6 jobs of 16 stages, 16 of 3
         (GPT_OSS, 8, 2),  # 11 of 23, 12 of 12
         (dataclasses.replace(QWEN3, hidden=128, width=1056), 1, 1),  # 8 of one, 8 of 5
+        (_in_codes(QWEN3), 8, 1),  # 6 of 16, 8 of 6
+        (_in_codes(GPT_OSS), 8, 1),  # 11 of 23, 8 of 23
+        (_in_codes(dataclasses.replace(GPT_OSS, hidden=2048)), 8, 2),  # 11 of 16, 4 of 23
     ],
 )
 def test_warps_share_jobs_so_that_none_has_more_than_others(

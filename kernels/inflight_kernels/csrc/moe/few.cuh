@@ -4,10 +4,12 @@
 // Each block finds the experts by itself, which takes less time than a kernel before it. There is
 // no order of rows by expert: a product has all tokens as the 8 columns of mma.sync, and the
 // weight's rows as its 16 rows. Each warp reads rows of its own, some stages ahead, and waits for
-// no other warp.
+// no other warp. A weight has values of x's type, or is in the records of grouped.cuh; only the
+// copies and the products of stages differ: `Values` and `Codes` have them.
 #pragma once
 
 #include "attention/attention_ptx.cuh"
+#include "linear/grouped.cuh"
 #include "linear/hopper_linear.cuh"
 #include "moe/choice.cuh"
 
@@ -180,12 +182,6 @@ __device__ inline void mma<Int8>(int (&c)[4], const unsigned (&a)[4], unsigned b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Bytes from a row of x to the next in shared memory: whole stages, of zeros past the row's end,
-// and an offset so that lanes read different banks.
-__host__ __device__ constexpr int x_pitch(int row_bytes) {
-    return (row_bytes + 511) / 512 * 512 + 64;
-}
-
 // Warps that share jobs, each with some adjacent columns: so a few jobs keep all warps of a block
 // busy equally long. The size divides WARPS. It does not depend on the number of tokens, nor does,
 // therefore, the order of a sum.
@@ -199,25 +195,183 @@ struct Team {
           part(static_cast<int>(threadIdx.x) / 32 % size) {}
 };
 
-// A warp's part of jobs, each a product with ROWS adjacent rows of a weight: those of its team,
-// below `jobs`. BaseOf: from a job to the address of its rows.
-template <int ROWS, class BaseOf>
-struct Stream {
-    static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row in a stage
+// Bytes from a row of x to the next in shared memory: whole stages, of zeros past the row's end,
+// and an offset so that lanes read different banks. Weight: `Values` or `Codes`.
+template <class Weight>
+__host__ __device__ constexpr int x_pitch(int row_bytes) {
+    constexpr int WHOLE = Weight::X_WIDTH;
+    return (row_bytes + WHOLE - 1) / WHOLE * WHOLE + Weight::X_OFFSET;
+}
 
+// A weight [n, k] with values of x's type, read in stages of ROWS_ adjacent rows.
+template <typename In, int ROWS_>
+struct Values {
+    using X = In;
+    using Stored = In;
+
+    static constexpr int ROWS = ROWS_;
+    static constexpr int BYTES = STAGE;         // of a stage
+    static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row of x that it is multiplied with
+    static constexpr int RING = 1;              // a ring has 2, 3 or 4 times as many stages
+    static constexpr int X_WIDTH = 512, X_OFFSET = 64;  // see x_pitch
+
+    const In* values;
+    int row_bytes;
+
+    __device__ Values(const In* values, int k, const grouped::Table*)
+        : values(values), row_bytes(k * static_cast<int>(sizeof(In))) {}
+
+    __device__ const char* address(int row) const {
+        return reinterpret_cast<const char*>(values) + static_cast<long long>(row) * row_bytes;
+    }
+
+    // A stage of the rows at `base`. first: its first column, in bytes of x.
+    __device__ __forceinline__ void copy(unsigned slot, const char* base, int first) const {
+        constexpr int CHUNKS = WIDTH / 16,
+                      ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
+        const int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
+        const int column = first + chunk * 16;
+        const bool valid = column < row_bytes;
+        const char* source = base + row * row_bytes + (valid ? column : 0);
+#pragma unroll
+        for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
+            // Odd rows have the halves of each 128 bytes exchanged, for other banks.
+            const int odd = ROWS_AT_ONCE == 1 ? i % 2 : row % 2;
+            copy_once(slot + (i * ROWS_AT_ONCE + row) * WIDTH + (chunk ^ odd * 4) * 16, source,
+                      valid);
+            source += ROWS_AT_ONCE * row_bytes;
+        }
+    }
+
+    // From the address of the row of x of token l / 4, or 0, to what `multiply` takes.
+    static __device__ __forceinline__ unsigned own_row(unsigned x) { return x; }
+
+    // sums += the product of a stage with x.
+    __device__ __forceinline__ void multiply(unsigned slot, unsigned x, int first,
+                                             float (&sums)[4]) const {
+        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+        slot += g * WIDTH;
+        Sum<In> parts[4][4] = {};  // several, as each product waits for the one before
+#pragma unroll 4
+        for (int i = 0; i < WIDTH / 64; i++) {
+            const int chunk = i * 4 + q;
+            const unsigned place = slot + (chunk ^ g % 2 * 4) * 16;
+            const uint4 upper = load_shared(place);
+            const uint4 lower =
+                ROWS == 16 ? load_shared(place + 8 * WIDTH) : make_uint4(0, 0, 0, 0);
+            const uint4 values = x ? load_shared(x + first + chunk * 16) : make_uint4(0, 0, 0, 0);
+            const unsigned first_half[4] = {upper.x, lower.x, upper.y, lower.y};
+            const unsigned second_half[4] = {upper.z, lower.z, upper.w, lower.w};
+            mma<In>(parts[i % 2 * 2], first_half, values.x, values.y);
+            mma<In>(parts[i % 2 * 2 + 1], second_half, values.z, values.w);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            sums[e] += static_cast<float>(parts[0][e] + parts[1][e]) +
+                       static_cast<float>(parts[2][e] + parts[3][e]);
+    }
+};
+
+// A weight [n, k] in records R, each of which is a stage. n is a multiple of 16.
+template <class R>
+struct Codes {
+    using X = __nv_bfloat16;
+    using Stored = unsigned char;
+
+    static constexpr int ROWS = grouped::ROWS;
+    static constexpr int BYTES = R::BYTES;
+    static constexpr int WIDTH = grouped::COLUMNS * static_cast<int>(sizeof(X));
+    static constexpr int RING = (STAGE + BYTES - 1) / BYTES;  // as many bytes as of values, or more
+    static constexpr int X_WIDTH = WIDTH, X_OFFSET = 16;
+
+    const unsigned char* records;
+    int k;
+    grouped::Table table;
+
+    __device__ Codes(const unsigned char* records, int k, const grouped::Table* from)
+        : records(records), k(k) {
+        if constexpr (R::CODES == grouped::TABLE) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) table.words[i] = __ldg(from->words + i);
+        }
+    }
+
+    __device__ const char* address(int row) const {
+        return reinterpret_cast<const char*>(records) +
+               R::offset(static_cast<unsigned>(row) / ROWS, k);
+    }
+
+    __device__ __forceinline__ void copy(unsigned slot, const char* base, int first) const {
+        const unsigned char* const from = reinterpret_cast<const unsigned char*>(base);
+        const unsigned record = static_cast<unsigned>(first) / WIDTH;
+        grouped::copy_record<BYTES>(true, slot, from + record * BYTES, threadIdx.x % 32);
+    }
+
+    // Lane l addresses the row of token l % 8. In the place of a row that is not there it addresses
+    // another one, as the products with it are not used.
+    static __device__ __forceinline__ unsigned own_row(unsigned x) {
+        const unsigned any = __reduce_max_sync(FULL_WARP, x);
+        const unsigned row = __shfl_sync(FULL_WARP, x, threadIdx.x % 8 * 4);
+        return (row ? row : any) + threadIdx.x % 32 / 8 * 16;
+    }
+
+    __device__ __forceinline__ void multiply(unsigned slot, unsigned x, int first,
+                                             float (&sums)[4]) const {
+        const grouped::Reader<R> reader = {slot, static_cast<int>(threadIdx.x) % 32};
+        grouped::Codes<R> codes[grouped::COLUMNS / (2 * grouped::STEP)];
+        reader.read(codes);
+        grouped::Scales scales;
+        float others[4] = {};  // of every second step, as each product waits for the one before
+#pragma unroll
+        for (int step = 0; step < grouped::COLUMNS / grouped::STEP; step += 2) {
+            unsigned values[4];  // of x, of two steps
+            ptx::load_matrices(values, x + first + step * grouped::STEP * 2);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if ((step + i) * grouped::STEP % R::GROUP == 0) scales = reader.scales(step + i);
+                unsigned rows[4];
+                grouped::operand<R>(codes[step / 2], i, scales, table, rows);
+                mma<X>(i ? others : sums, rows, values[2 * i], values[2 * i + 1]);
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[e] += others[e];
+    }
+};
+
+// Of a weight with values of a type, in stages of so many rows, or of one in records of a type.
+template <typename Type, int ROWS>
+struct WeightOfType {
+    using type = Values<Type, ROWS>;
+};
+template <int CODES, int GROUP, bool MINIMUMS, int ROWS>
+struct WeightOfType<grouped::Records<CODES, GROUP, MINIMUMS>, ROWS> {
+    using type = Codes<grouped::Records<CODES, GROUP, MINIMUMS>>;
+};
+template <typename Type, int ROWS>
+using WeightOf = typename WeightOfType<Type, ROWS>::type;
+
+// A warp's part of jobs, each a product with Weight::ROWS adjacent rows of a weight: those of its
+// team, below `jobs`. BaseOf: from a job to the address of its rows.
+template <class Weight, class BaseOf>
+struct Stream {
+    static constexpr int WIDTH = Weight::WIDTH;
+
+    const Weight& weight;
     unsigned ring;  // of this warp
-    int stages, row_bytes, first_column, steps;
+    int stages, first_column, steps;
     int job, jobs, next;
     const BaseOf& base_of;
     // Of the next copy, and of the next product.
     int step, to, from;
     const char* base;
 
-    __device__ Stream(unsigned ring, int stages, int row_bytes, const Team& team, int jobs,
-                      const BaseOf& base_of)
-        : ring(ring),
+    // row_bytes: of a row of x.
+    __device__ Stream(const Weight& weight, unsigned ring, int stages, int row_bytes,
+                      const Team& team, int jobs, const BaseOf& base_of)
+        : weight(weight),
+          ring(ring),
           stages(stages),
-          row_bytes(row_bytes),
           job(team.number),
           jobs(jobs),
           next(team.count),
@@ -237,23 +391,9 @@ struct Stream {
 
     // A stage; after the last one an empty group of copies.
     __device__ void copy() {
-        constexpr int CHUNKS = WIDTH / 16,
-                      ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
         if (job < jobs) {
-            const int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
-            const int column = first_column + step * WIDTH + chunk * 16;
-            const bool valid = column < row_bytes;
             if (step == 0) base = base_of(job);
-            const char* source = base + row * row_bytes + (valid ? column : 0);
-            const unsigned slot = ring + to * STAGE;
-#pragma unroll
-            for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
-                // Odd rows have the halves of each 128 bytes exchanged, for other banks.
-                const int odd = ROWS_AT_ONCE == 1 ? i % 2 : row % 2;
-                copy_once(slot + (i * ROWS_AT_ONCE + row) * WIDTH + (chunk ^ odd * 4) * 16, source,
-                          valid);
-                source += ROWS_AT_ONCE * row_bytes;
-            }
+            weight.copy(ring + to * Weight::BYTES, base, first_column + step * WIDTH);
             if (++step == steps) {
                 step = 0;
                 job += next;
@@ -264,46 +404,27 @@ struct Stream {
     }
 
     __device__ void wait() const {
-        if (stages == 4)
-            ptx::wait_copies<3>();
-        else if (stages == 3)
-            ptx::wait_copies<2>();
+        constexpr int RING = Weight::RING;
+        if (stages == 4 * RING)
+            ptx::wait_copies<4 * RING - 1>();
+        else if (stages == 3 * RING)
+            ptx::wait_copies<3 * RING - 1>();
         else
-            ptx::wait_copies<1>();
+            ptx::wait_copies<2 * RING - 1>();
         __syncwarp();
     }
 
     // The product of this part of the next job's rows with x: lane l has that of row l / 4 with
     // tokens l % 4 * 2 and the next, then of row l / 4 + 8. x: address of the row of token l / 4, 0
-    // for zeros.
-    template <typename In>
+    // if its products are not used.
     __device__ void multiply(unsigned x, float (&sums)[4]) {
-        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+        const unsigned own = Weight::own_row(x);
 #pragma unroll
         for (int e = 0; e < 4; e++) sums[e] = 0.0f;
 #pragma unroll 1
         for (int s = 0; s < steps; s++) {
             wait();
-            const unsigned slot = ring + from * STAGE + g * WIDTH;
-            Sum<In> parts[4][4] = {};  // several, as each product waits for the one before
-#pragma unroll 4
-            for (int i = 0; i < WIDTH / 64; i++) {
-                const int chunk = i * 4 + q;
-                const unsigned place = slot + (chunk ^ g % 2 * 4) * 16;
-                const uint4 upper = load_shared(place);
-                const uint4 lower =
-                    ROWS == 16 ? load_shared(place + 8 * WIDTH) : make_uint4(0, 0, 0, 0);
-                const uint4 values = x ? load_shared(x + first_column + s * WIDTH + chunk * 16)
-                                       : make_uint4(0, 0, 0, 0);
-                const unsigned first[4] = {upper.x, lower.x, upper.y, lower.y};
-                const unsigned second[4] = {upper.z, lower.z, upper.w, lower.w};
-                mma<In>(parts[i % 2 * 2], first, values.x, values.y);
-                mma<In>(parts[i % 2 * 2 + 1], second, values.z, values.w);
-            }
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                sums[e] += static_cast<float>(parts[0][e] + parts[1][e]) +
-                           static_cast<float>(parts[2][e] + parts[3][e]);
+            weight.multiply(ring + from * Weight::BYTES, own, first_column + s * WIDTH, sums);
             __syncwarp();  // all lanes have read the stage
             copy();
             from = from + 1 == stages ? 0 : from + 1;

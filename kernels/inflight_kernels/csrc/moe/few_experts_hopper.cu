@@ -15,9 +15,10 @@ struct Memory {
     Scratch& scratch;  // until experts are chosen; then for partial sums
     float* ranks;      // of choose_all
 
-    __device__ Memory(char* all, int stages, int x_bytes)
-        : ring(shared_address(all) + threadIdx.x / 32 * stages * STAGE),
-          x(all + WARPS * stages * STAGE),
+    // ring_bytes: of a warp.
+    __device__ Memory(char* all, int ring_bytes, int x_bytes)
+        : ring(shared_address(all) + threadIdx.x / 32 * ring_bytes),
+          x(all + WARPS * ring_bytes),
           choice(*reinterpret_cast<Choice*>(x + x_bytes)),
           scratch(*reinterpret_cast<Scratch*>(&choice + 1)),
           ranks(reinterpret_cast<float*>(&scratch + 1)) {}
@@ -25,10 +26,12 @@ struct Memory {
 
 constexpr int PARTIAL_SUMS = 2304;  // floats
 
-// A layer's gate and up.
-template <typename In, typename T>
+// A layer's gate and up. Weight: with 16 rows of a stage.
+template <class Weight, typename T>
 struct GateUp {
-    const In* weight;            // [E, 2 * width, hidden], rows of gate and up by turns of 8
+    using X = typename Weight::X;
+
+    const Weight& weight;        // [E, 2 * width, hidden], rows of gate and up by turns of 8
     const float* weight_scales;  // [E * 2 * width] of 8-bit values, otherwise null
     const T* bias;               // [E * 2 * width], or null
     T* inner;                    // [T * k, width]
@@ -40,7 +43,8 @@ struct GateUp {
     __device__ void run(const Memory& at, Choice* handed_on, const float* x_scales, int num_tokens,
                         int top_k, int stages, int team_size) const {
         const Choice& choice = at.choice;
-        const int row_bytes = hidden * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
+        const int row_bytes = hidden * static_cast<int>(sizeof(X)),
+                  pitch = x_pitch<Weight>(row_bytes);
         const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
         const int block = blockIdx.x, blocks = gridDim.x;
         const Divisor units(width / 8);
@@ -49,12 +53,10 @@ struct GateUp {
             const int job = block + own * blocks;
             return choice.experts[units.quotient(job)] * 2 * width + units.remainder(job) * 16;
         };
-        const auto base_of = [&](int own) {
-            return reinterpret_cast<const char*>(weight) +
-                   static_cast<long long>(first_row(own)) * row_bytes;
-        };
+        const auto base_of = [&](int own) { return weight.address(first_row(own)); };
         const Team team(team_size);
-        Stream<16, decltype(base_of)> stream(at.ring, stages, row_bytes, team, jobs, base_of);
+        Stream<Weight, decltype(base_of)> stream(weight, at.ring, stages, row_bytes, team, jobs,
+                                                 base_of);
         hand_on(choice, handed_on);  // while the first weights arrive
         const unsigned own_x = g < num_tokens ? shared_address(at.x + g * pitch) : 0;
 
@@ -70,17 +72,17 @@ struct GateUp {
             const int end = min(start + at_once, jobs), own = start + finished;
             const bool finishes = finished < at_once && own < end;
             float scales[2] = {1.0f, 1.0f}, added[2] = {};  // read before they are needed
-            const float factor = sizeof(In) == 1 && finishes ? load_l2(x_scales + token) : 1.0f;
+            const float factor = sizeof(X) == 1 && finishes ? load_l2(x_scales + token) : 1.0f;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int row = finishes ? first_row(own) + 8 * i + column : 0;
-                if (sizeof(In) == 1) scales[i] = __ldg(weight_scales + row);
+                if (sizeof(X) == 1) scales[i] = __ldg(weight_scales + row);
                 if (bias) added[i] = static_cast<float>(bias[row]);
             }
 #pragma unroll 1
             for (; job < end; job += team.count) {
                 float sums[4];
-                stream.template multiply<In>(own_x, sums);
+                stream.multiply(own_x, sums);
                 float* const to =
                     partial + (job - start) * job_floats + team.part * part_floats + g * num_tokens;
 #pragma unroll
@@ -122,28 +124,33 @@ struct GateUp {
 //   logits [T, stride] and what follows: see RouterParams
 //   choice   for few_down
 //   weight and what follows: see GateUp; gate SILU or CLAMPED, width a multiple of 8, and rows of x
-//          and the weight of 16 bytes
-//   stages     of a warp's ring
+//          and of values of 16 bytes
+//   stages     of a warp's ring: 2, 3 or 4 times Weight::RING
 //   team_size  warps that share a job, which divides WARPS
+//   table      of codes that are indices, otherwise null
 //
-// Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * x_pitch(of hidden),
+// Type: of x and the weight; or the weight is in these grouped::Records and x in bfloat16. Threads:
+// THREADS. Dynamic shared memory: WARPS * stages * Weight::BYTES, T * x_pitch(of hidden),
 // sizeof(Choice), and the larger of PARTIAL_SUMS floats and sizeof(Scratch) with, if
 // there are groups, num_experts floats, rounded up to 32, for each warp.
-template <typename In, typename T, int PER_LANE>
+template <typename Type, typename T, int PER_LANE>
 __global__ void __launch_bounds__(few::THREADS, 2)
-    few_gate_up(const In* x, const float* x_scales, const float* logits, int stride, int parts,
-                int rows, const float* router_bias, const float* select_bias, int shared_gate,
-                int num_shared, int num_experts, int top_k, int flags, int num_groups,
-                int top_groups, float scale, few::Choice* choice, const In* weight,
+    few_gate_up(const typename few::WeightOf<Type, 16>::X* x, const float* x_scales,
+                const float* logits, int stride, int parts, int rows, const float* router_bias,
+                const float* select_bias, int shared_gate, int num_shared, int num_experts,
+                int top_k, int flags, int num_groups, int top_groups, float scale,
+                few::Choice* choice, const typename few::WeightOf<Type, 16>::Stored* weight,
                 const float* weight_scales, const T* bias, T* inner, int num_tokens, int hidden,
-                int width, int gate, int stages, int team_size) {
+                int width, int gate, int stages, int team_size, const grouped::Table* table) {
     using namespace few;
+    using Weight = WeightOf<Type, 16>;
     extern __shared__ __align__(128) char memory[];
     const RouterParams router = {router_bias, select_bias, num_experts, top_k,      parts,
                                  rows,        stride,      flags,       num_groups, top_groups,
                                  shared_gate, num_shared,  scale};
-    const int row_bytes = hidden * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
-    const Memory at(memory, stages, num_tokens * pitch);
+    const int row_bytes = hidden * static_cast<int>(sizeof(*x)), pitch = x_pitch<Weight>(row_bytes);
+    const Memory at(memory, stages * Weight::BYTES, num_tokens * pitch);
+    const Weight matrix(weight, hidden, table);
     pdl_wait();
     // They arrive while experts are chosen.
 #pragma unroll 1
@@ -161,7 +168,7 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, at.ranks);
     ptx::wait_copies<0>();
     __syncthreads();
-    const GateUp<In, T> layer = {weight, weight_scales, bias, inner, hidden, width, gate};
+    const GateUp<Weight, T> layer = {matrix, weight_scales, bias, inner, hidden, width, gate};
     layer.run(at, choice, x_scales, num_tokens, router.all_top_k(), stages, team_size);
 }
 
@@ -248,29 +255,34 @@ __device__ void load_rows(const T* rows, int count, int width, char* to, int pit
 //   inner [T * top_k, width], quantised here if the weight has 8 bits
 //   from    what tokens choose, from few_gate_up
 //   weight [E, hidden, width], weight_scales [E * hidden], bias [E * hidden] or null
-//   shared, total [T, hidden], hidden a multiple of 8
+//   shared, total [T, hidden], hidden a multiple of ROWS: 8, or 16 of a weight in records
 //
-// Threads: THREADS. Dynamic shared memory: WARPS * stages * STAGE, T * top_k * (x_pitch(of width) +
-// 4), (1 + team_size) * 32 bytes for each pair of a token and its expert and each 8 rows of a
-// block, and sizeof(Choice).
-template <typename In, typename T>
+// Type, stages and what follows: see few_gate_up. Threads: THREADS. Dynamic shared memory: WARPS *
+// stages * Weight::BYTES, T * top_k * (x_pitch(of width) + 4), (1 + team_size) * 4 * ROWS bytes for
+// each pair of a token and its expert and each ROWS rows of a block, and sizeof(Choice).
+template <typename Type, typename T>
 __global__ void __launch_bounds__(few::THREADS, 2)
-    few_down(const T* inner, const few::Choice* from, const In* weight, const float* weight_scales,
+    few_down(const T* inner, const few::Choice* from,
+             const typename few::WeightOf<Type, 8>::Stored* weight, const float* weight_scales,
              const T* bias, const T* shared, T* total, int adds, int num_tokens, int top_k,
-             int hidden, int width, int stages, int team_size) {
+             int hidden, int width, int stages, int team_size, const grouped::Table* table) {
     using namespace few;
+    using Weight = WeightOf<Type, 8>;
+    using X = typename Weight::X;
+    constexpr int ROWS = Weight::ROWS;
     extern __shared__ __align__(128) char memory[];
-    const int row_bytes = width * static_cast<int>(sizeof(In)), pitch = x_pitch(row_bytes);
+    const int row_bytes = width * static_cast<int>(sizeof(X)), pitch = x_pitch<Weight>(row_bytes);
     const int pairs = num_tokens * top_k, blocks = gridDim.x;
-    // Eight rows of the weights at a time: those of this block, at most and actually.
-    const int units = hidden / 8, most = (units + blocks - 1) / blocks;
+    // ROWS rows of the weights at a time: those of this block, at most and actually.
+    const int units = hidden / ROWS, most = (units + blocks - 1) / blocks;
     const int own_units = (units - static_cast<int>(blockIdx.x) + blocks - 1) / blocks;
     const int x_bytes =
-        (pairs * pitch + pairs * 4 + (1 + team_size) * most * pairs * 32 + 15) / 16 * 16;
-    const Memory at(memory, stages, x_bytes);
+        (pairs * pitch + pairs * 4 + (1 + team_size) * most * pairs * 4 * ROWS + 15) / 16 * 16;
+    const Memory at(memory, stages * Weight::BYTES, x_bytes);
+    const Weight matrix(weight, width, table);
     float* const scales = reinterpret_cast<float*>(at.x + pairs * pitch);
-    float* const row_scales = scales + pairs;              // of weights, [jobs, 8]
-    float* const sums_of = row_scales + most * pairs * 8;  // [team_size, most, pairs, 8]
+    float* const row_scales = scales + pairs;                 // of weights, [jobs, ROWS]
+    float* const sums_of = row_scales + most * pairs * ROWS;  // [team_size, most, pairs, ROWS]
 
     take_over(from, at.choice);
     const Choice& choice = at.choice;
@@ -279,57 +291,63 @@ __global__ void __launch_bounds__(few::THREADS, 2)
     const int jobs = own_units * choice.count;
     const auto first_row = [&](int job) {
         const int unit = blockIdx.x + count.quotient(job) * blocks;
-        return choice.experts[count.remainder(job)] * hidden + unit * 8;
+        return choice.experts[count.remainder(job)] * hidden + unit * ROWS;
     };
-    const auto base_of = [&](int job) {
-        return reinterpret_cast<const char*>(weight) +
-               static_cast<long long>(first_row(job)) * row_bytes;
-    };
+    const auto base_of = [&](int job) { return matrix.address(first_row(job)); };
     // No kernel writes weights: they are read while the preceding one ends.
     const Team team(team_size);
-    Stream<8, decltype(base_of)> stream(at.ring, stages, row_bytes, team, jobs, base_of);
-    if constexpr (sizeof(In) == 1) {
+    Stream<Weight, decltype(base_of)> stream(matrix, at.ring, stages, row_bytes, team, jobs,
+                                             base_of);
+    if constexpr (sizeof(X) == 1) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < jobs * 8; i += THREADS)
-            row_scales[i] = __ldg(weight_scales + first_row(i / 8) + i % 8);
+        for (int i = threadIdx.x; i < jobs * ROWS; i += THREADS)
+            row_scales[i] = __ldg(weight_scales + first_row(i / ROWS) + i % ROWS);
     }
     pdl_wait();
     pdl_launch_dependents();
-    load_rows<In, T>(inner, pairs, width, at.x, pitch, scales);
+    load_rows<X, T>(inner, pairs, width, at.x, pitch, scales);
     __syncthreads();
 
 #pragma unroll 1
     for (int job = team.number; job < jobs; job += team.count) {
         const int row = first_row(job) + g, which = count.remainder(job);
-        const float added = bias && team.part == 0 ? static_cast<float>(bias[row]) : 0.0f;
+        float added[ROWS / 8];
+#pragma unroll
+        for (int half = 0; half < ROWS / 8; half++)
+            added[half] = bias && team.part == 0 ? static_cast<float>(bias[row + 8 * half]) : 0.0f;
         const int own = choice.ranks[which][g];
         float sums[4];
-        stream.template multiply<In>(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch),
-                                     sums);
+        stream.multiply(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch), sums);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int token = 2 * q + i, rank = choice.ranks[which][token];
             if (rank < 0) continue;
             const int pair = token * top_k + rank;
-            const float both = sizeof(In) == 1 ? row_scales[job * 8 + g] * scales[pair] : 1.0f;
             const int unit = team.part * most + count.quotient(job);
-            sums_of[(unit * pairs + pair) * 8 + g] = sums[i] * both + added;
+#pragma unroll
+            for (int half = 0; half < ROWS / 8; half++) {
+                const int of_unit = g + 8 * half;
+                const float both =
+                    sizeof(X) == 1 ? row_scales[job * ROWS + of_unit] * scales[pair] : 1.0f;
+                sums_of[(unit * pairs + pair) * ROWS + of_unit] =
+                    sums[i + 2 * half] * both + added[half];
+            }
         }
     }
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < own_units * num_tokens * 8; i += THREADS) {
-        const int row = i % 8, token = i / 8 % num_tokens, unit = i / 8 / num_tokens;
-        const float* const parts_of = sums_of + (unit * pairs + token * top_k) * 8 + row;
-        T* const to =
-            total + static_cast<long long>(token) * hidden + (blockIdx.x + unit * blocks) * 8 + row;
+    for (int i = threadIdx.x; i < own_units * num_tokens * ROWS; i += THREADS) {
+        const int row = i % ROWS, token = i / ROWS % num_tokens, unit = i / ROWS / num_tokens;
+        const float* const parts_of = sums_of + (unit * pairs + token * top_k) * ROWS + row;
+        T* const to = total + static_cast<long long>(token) * hidden +
+                      (blockIdx.x + unit * blocks) * ROWS + row;
         float sum = adds ? static_cast<float>(*to) : 0.0f;
 #pragma unroll 1
         for (int r = 0; r < top_k; r++) {
-            float output = parts_of[r * 8];
+            float output = parts_of[r * ROWS];
 #pragma unroll 1
             for (int part = 1; part < team_size; part++)
-                output += parts_of[(part * most * pairs + r) * 8];
+                output += parts_of[(part * most * pairs + r) * ROWS];
             sum += choice.weights[token][r] * output;
         }
         if (shared) sum += choice.weights[token][top_k] * static_cast<float>(shared[to - total]);

@@ -15,6 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inflight_kernels.ops.linear.grouped_rows import (
+    E2M1,
+    INT4,
+    INT8,
+    TABLE,
+    GroupedKind,
+    GroupedRows,
+)
 from inflight_kernels.ops.linear.operands import (
     NormedRows,
     Operand,
@@ -49,6 +57,15 @@ _VECTORS_PER_THREAD = (1, 2, 4)
 
 _STORAGE = STORAGE_TYPES[torch.bfloat16]
 
+KINDS = (
+    *(GroupedKind(E2M1, group, False) for group in (32, 16)),
+    *(GroupedKind(INT4, group, minimums) for group in (32, 128) for minimums in (False, True)),
+    *(GroupedKind(INT8, 32, minimums) for minimums in (False, True)),
+    GroupedKind(INT8, 16, False),
+    GroupedKind(TABLE, 32, False),
+)
+"""Of weights that are GroupedRows."""
+
 
 def new_choice(device: torch.device | str) -> Tensor:
     """Memory for what tokens choose, from `gate_up` to `down`."""
@@ -60,23 +77,15 @@ class GateUp:
     """The first linear layer of experts, and their gate.
 
     Attributes:
-        weight: [E, 2 * w, d], rows of gate and up by turns of GATE_ROWS.
+        weight: [E, 2 * w, d], rows of gate and up by turns of GATE_ROWS; or [E * 2 * w, d] of one
+            of KINDS.
         bias: [E, 2 * w], or None.
         gate: SILU or CLAMPED.
     """
 
-    weight: Operand
+    weight: Operand | GroupedRows
     bias: Tensor | None
     gate: int
-
-    def arguments(self, out: Tensor) -> tuple[object, ...]:
-        """Of both kernels."""
-        return (
-            values_of(self.weight),
-            self.weight.scales if isinstance(self.weight, ScaledRows) else 0,
-            0 if self.bias is None else self.bias,
-            out,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +93,11 @@ class Down:
     """The last linear layer of experts.
 
     Attributes:
-        weight: [E, d, w].
+        weight: [E, d, w]; or [E * d, w] of one of KINDS.
         bias: [E, d], or None.
     """
 
-    weight: Operand
+    weight: Operand | GroupedRows
     bias: Tensor | None
 
 
@@ -162,7 +171,7 @@ def gate_up(
     """Gate and up of each token's experts, and the gate.
 
     Args:
-        x: [T, d].
+        x: [T, d], quantised as the weight is; bfloat16 if that is GroupedRows.
         logits: [T, router.columns] float32, rows may be strided.
         router: how experts are chosen.
         layer: gate and up.
@@ -173,17 +182,16 @@ def gate_up(
     Raises:
         ValueError: wrong shape or type of an operand, or sizes that do not fit.
     """
-    values = values_of(x)
+    values, weight = values_of(x), layer.weight
     sizes = _check_gate_up(len(values), router, layer, choice, out)
-    dtype = values_of(layer.weight).dtype
-    check("x", values, (len(values), sizes.hidden), dtype)
+    check("x", values, (len(values), sizes.hidden), _dtype_of_x(weight))
     if logits.shape != (len(values), router.columns) or logits.dtype != torch.float32:
         raise ValueError(
             f"logits are {logits.dtype} {list(logits.shape)}; expected float32 "
             f"{[len(values), router.columns]}"
         )
     stages, shared = sizes.gate_up_shared(len(values))
-    kernel("few_experts_hopper", _gate_up_name(dtype, sizes.num_experts))(
+    kernel("few_experts_hopper", _gate_up_name(_type_of(weight), sizes.num_experts))(
         num_multiprocessors(),
         THREADS,
         values,
@@ -191,13 +199,15 @@ def gate_up(
         logits,
         *router.arguments(logits.stride(0)),
         choice,
-        *layer.arguments(out),
+        *_arguments(weight, layer.bias),
+        out,
         len(values),
         sizes.hidden,
         sizes.width,
         layer.gate,
         stages,
         sizes.gate_up_team,
+        _table_of(weight),
         shared=shared,
         pdl=pdl,
     )
@@ -239,14 +249,12 @@ def down(
     if shared is not None:
         check("shared", shared, (num_tokens, hidden), torch.bfloat16)
     stages, shared_bytes = sizes.down_shared(num_tokens)
-    kernel("few_experts_hopper", _down_name(values_of(weight).dtype))(
+    kernel("few_experts_hopper", _down_name(_type_of(weight)))(
         num_multiprocessors(),
         THREADS,
         inner,
         choice,
-        values_of(weight),
-        weight.scales if isinstance(weight, ScaledRows) else 0,
-        0 if bias is None else bias,
+        *_arguments(weight, bias),
         0 if shared is None else shared,
         total,
         int(adds),
@@ -256,6 +264,7 @@ def down(
         width,
         stages,
         sizes.down_team,
+        _table_of(weight),
         shared=shared_bytes,
         pdl=pdl,
     )
@@ -264,8 +273,7 @@ def down(
 def _check_gate_up(
     num_tokens: int, router: Router, layer: GateUp, choice: Tensor, out: Tensor
 ) -> Sizes:
-    values = values_of(layer.weight)
-    _, rows, hidden = values.shape
+    rows, hidden = _shape_of_expert(layer.weight, router.all_experts)
     if layer.gate not in (SILU, CLAMPED):
         raise ValueError(f"gate is {layer.gate}; allowed: SILU, CLAMPED")
     sizes = _check_sizes(num_tokens, hidden, rows // 2, layer.weight, router)
@@ -276,27 +284,41 @@ def _check_gate_up(
 
 
 def _check_sizes(
-    num_tokens: int, hidden: int, width: int, weight: Operand, router: Router
+    num_tokens: int, hidden: int, width: int, weight: Operand | GroupedRows, router: Router
 ) -> Sizes:
     if not is_hopper():
         raise ValueError("experts require a Hopper GPU")
     obstacle = router.obstacle()
     if obstacle is not None:
         raise ValueError(f"{obstacle} is not supported")
-    routing, item_bytes = router.routing, values_of(weight).itemsize
-    num_groups = routing.num_groups
-    sizes = Sizes(hidden, width, router.num_experts, router.all_top_k, num_groups, item_bytes)
+    sizes = Sizes(
+        hidden,
+        width,
+        router.num_experts,
+        router.all_top_k,
+        router.routing.num_groups,
+        _dtype_of_x(weight).itemsize,
+        weight.kind if isinstance(weight, GroupedRows) else None,
+    )
     if not sizes.fits(num_tokens):
         raise ValueError(f"{num_tokens} tokens of {sizes} do not fit")
     return sizes
 
 
-def _check_experts(weight: Operand, bias: Tensor | None, shape: tuple[int, int, int]) -> None:
-    values = values_of(weight)
-    check("weight", values, shape, values.dtype)
+def _check_experts(
+    weight: Operand | GroupedRows, bias: Tensor | None, shape: tuple[int, int, int]
+) -> None:
+    experts, rows, columns = shape
+    if isinstance(weight, GroupedRows):
+        weight.check("weight", experts * rows, columns)
+        if weight.kind not in KINDS:
+            allowed = ", ".join(kind.name for kind in KINDS)
+            raise ValueError(f"weight is of {weight.kind.name}; allowed: {allowed}")
+    else:
+        values = values_of(weight)
+        check("weight", values, shape, values.dtype)
     if isinstance(weight, ScaledRows):
-        count = shape[0] * shape[1]
-        check("scales", weight.scales, (count,), torch.float32, vectors=False)
+        check("scales", weight.scales, (experts * rows,), torch.float32, vectors=False)
     if bias is not None:
         check("bias", bias, shape[:2], torch.bfloat16)
 
@@ -323,13 +345,45 @@ def _check_stream(x: NormedRows | SummedRows, out: Tensor) -> tuple[Tensor | int
     return x.residual, x.total
 
 
-def _gate_up_name(dtype: torch.dtype, num_experts: int) -> str:
+def _shape_of_expert(weight: Operand | GroupedRows, num_experts: int) -> tuple[int, int]:
+    """(n, k) of one matrix."""
+    if isinstance(weight, GroupedRows):
+        return weight.n // num_experts, weight.k
+    _, n, k = values_of(weight).shape
+    return n, k
+
+
+def _dtype_of_x(weight: Operand | GroupedRows) -> torch.dtype:
+    return torch.bfloat16 if isinstance(weight, GroupedRows) else values_of(weight).dtype
+
+
+def _type_of(weight: Operand | GroupedRows) -> str:
+    """What kernels are compiled for."""
+    return weight.kind.name if isinstance(weight, GroupedRows) else _value_type(_dtype_of_x(weight))
+
+
+def _arguments(
+    weight: Operand | GroupedRows, bias: Tensor | None
+) -> tuple[Tensor, Tensor | int, Tensor | int]:
+    """Of both kernels: the weight, the scales of its rows, and the bias."""
+    added = 0 if bias is None else bias
+    if isinstance(weight, GroupedRows):
+        return weight.records, 0, added
+    return values_of(weight), weight.scales if isinstance(weight, ScaledRows) else 0, added
+
+
+def _table_of(weight: Operand | GroupedRows) -> Tensor | int:
+    table = weight.table if isinstance(weight, GroupedRows) else None
+    return 0 if table is None else table
+
+
+def _gate_up_name(weight_type: str, num_experts: int) -> str:
     per_lane = next(count for count in PER_LANE if num_experts <= 32 * count)
-    return f"few_gate_up<{_value_type(dtype)}, {_STORAGE}, {per_lane}>"
+    return f"few_gate_up<{weight_type}, {_STORAGE}, {per_lane}>"
 
 
-def _down_name(dtype: torch.dtype) -> str:
-    return f"few_down<{_value_type(dtype)}, {_STORAGE}>"
+def _down_name(weight_type: str) -> str:
+    return f"few_down<{weight_type}, {_STORAGE}>"
 
 
 def _value_type(dtype: torch.dtype) -> str:
@@ -347,13 +401,18 @@ def _score_name(value_type: str, per_thread: int, adds: bool) -> str:
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
-    dtypes = (torch.bfloat16, *BYTE_TYPES)
-    experts = [_gate_up_name(dtype, 32 * count) for dtype in dtypes for count in PER_LANE]
-    experts += [_down_name(dtype) for dtype in dtypes]
+    values = [_value_type(dtype) for dtype in (torch.bfloat16, *BYTE_TYPES)]
     scores = tuple(
-        _score_name(_value_type(dtype), per_thread, adds)
-        for dtype in dtypes
+        _score_name(value_type, per_thread, adds)
+        for value_type in values
         for per_thread in _VECTORS_PER_THREAD
         for adds in (False, True)
     )
-    return [("few_experts_hopper", tuple(experts), ()), ("few_scores_hopper", scores, ())]
+    experts = [_experts_of(values), *(_experts_of([kind.name]) for kind in KINDS)]
+    return [*experts, ("few_scores_hopper", scores, ())]
+
+
+def _experts_of(weight_types: list[str]) -> Instantiation:
+    names = [_gate_up_name(one, 32 * count) for one in weight_types for count in PER_LANE]
+    names += [_down_name(one) for one in weight_types]
+    return "few_experts_hopper", tuple(names), ()
