@@ -220,10 +220,13 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                 multiply_steps<In, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
                                                          first_step, last_step, release);
         };
-        if constexpr (SCALED) {
+        // Also where the first products overwrite them: the compiler makes products wait for each
+        // other if some of their registers are set between them, as it would for a tile with few
+        // rows.
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
-            fence_operand(acc);
+        for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
+        fence_operand(acc);
+        if constexpr (SCALED) {
             for (int step = 0; step < steps; step += PROMOTED_STAGES) {
                 multiply(step, min(step + PROMOTED_STAGES, steps));
 #pragma unroll
