@@ -24,7 +24,7 @@ def test_every_number_of_tokens_has_a_compiled_shape(
     value = {2: "__nv_bfloat16", 1: "Fp8"}[dtype.itemsize]
     for tokens in (*range(1, 300), 512, 1024, 4096, 16384):
         tile = tile_of(tokens, experts, top_k, dtype)
-        cut = shape_of(tile, n, k, tokens, experts, top_k, dtype.itemsize, H200)
+        cut = shape_of(tile, n, k, tokens, experts, top_k, dtype, H200)
         assert cut.tokens == tile
         assert cut.stages >= 4
         assert cut.shared_bytes <= MAX_SHARED_BYTES
@@ -42,8 +42,8 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
 
 def test_few_rows_of_the_weight_keep_all_multiprocessors_busy() -> None:
     """8 experts of 1,536 rows are 192 tiles of 64 rows, two rounds, or 256 of 48, two as well."""
-    assert shape_of(8, 1536, 2048, 1, 128, 8, 2, H200).rows == 48
-    assert shape_of(8, 2048, 768, 1, 128, 8, 2, H200).rows == 64
+    assert shape_of(8, 1536, 2048, 1, 128, 8, torch.bfloat16, H200).rows == 48
+    assert shape_of(8, 2048, 768, 1, 128, 8, torch.bfloat16, H200).rows == 64
 
 
 def test_gpu_support_states_the_limits_of_the_kernels() -> None:
