@@ -89,6 +89,20 @@ class GroupedMatrix:
         )
         return [self._like(*part) for part in parts]
 
+    def column_parts(self, count: int) -> list[GroupedMatrix]:
+        """So many parts with equal numbers of consecutive columns, which are whole groups of a
+        matrix whose columns are in order; views."""
+        minimums: Sequence[Tensor | None] = [None] * count
+        if self.minimums is not None:
+            minimums = torch.chunk(self.minimums, count, 1)
+        parts = zip(
+            torch.chunk(self.codes, count, 1),
+            torch.chunk(self.scales, count, 1),
+            minimums,
+            strict=True,
+        )
+        return [self._like(*part) for part in parts]
+
     def to(self, device: torch.device) -> GroupedMatrix:
         """On a device."""
 

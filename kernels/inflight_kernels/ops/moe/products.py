@@ -51,7 +51,7 @@ of gpt-oss (`torch_ops.transformer.clamped_swiglu`)."""
 
 
 ExpertsWeight = Operand | GroupedRows
-"""Of all experts: [E, n, d], of quantised rows with scales [E * n]; or in records, experts' matrices
+"""Of all experts: [E, n, d], of quantised rows with scales [E * n]; or in records, the matrices
 [n, d] one below the other, n a multiple of RECORD_ROWS."""
 
 WeightType = torch.dtype | GroupedKind
