@@ -31,7 +31,10 @@ def joined_records(
         return None
     if num_rows % RECORD_ROWS:
         return None
-    whole = concatenated([part.to(device) for part in parts])
+    # Levels of a matrix that is on the meta device are not.
+    whole = concatenated(
+        [part if part.codes.device == device else part.to(device) for part in parts]
+    )
     if order is not None and not whole.codes.is_meta:  # see `matrix.quantize`
         whole = whole.rows(order.to(device))
     return pack(whole.codes, whole.bits, whole.scales, whole.minimums, whole.zero, whole.levels)

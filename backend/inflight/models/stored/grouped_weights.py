@@ -61,8 +61,11 @@ class GroupedWeights:
         return self._rest.read_matrix(name) if matrix is None else matrix.read()
 
     def shaped_matrix(self, name: str) -> Matrix:
-        """On the meta device, as GPUs have it: what is stored in groups is dequantised there."""
-        if name not in self._matrices and isinstance(self._rest, QuantizedWeights):
+        """On the meta device; columns of codes are taken to be in order."""
+        matrix = self._matrices.get(name)
+        if matrix is not None:
+            return matrix.shaped()
+        if isinstance(self._rest, QuantizedWeights):
             return self._rest.shaped_matrix(name)
         return torch.empty(self.shapes[name], device="meta")
 

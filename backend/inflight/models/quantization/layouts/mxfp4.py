@@ -47,7 +47,7 @@ def matrices(parts: Parts, layouts: list[Layout]) -> dict[str, StoredMatrix]:
             in_turn = match[1] == "gate_up"
             read = partial(_read, parts, stem, (blocks, scales), expert, in_turn)
             size = (shape[1], shape[2] * _GROUP)
-            matrix = StoredMatrix(size, _BITS, _GROUP, has_minimums=False, read=read)
+            matrix = StoredMatrix(size, _BITS, _GROUP, has_minimums=False, read=read, levels=E2M1)
             found[f"{stem}.{expert}.weight"] = matrix
     return found
 

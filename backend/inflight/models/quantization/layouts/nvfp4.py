@@ -52,7 +52,7 @@ def _matrix(parts: Parts, names: tuple[str, str, str]) -> StoredMatrix:
     scales = parts.take(scale_name, ("F8_E4M3",), [(n, k // _GROUP)])
     common = parts.take(common_name, ("F32",), _SCALAR)
     read = partial(_read, parts, names, (packed, scales, common))
-    return StoredMatrix((n, k), _BITS, _GROUP, has_minimums=False, read=read)
+    return StoredMatrix((n, k), _BITS, _GROUP, has_minimums=False, read=read, levels=E2M1)
 
 
 def _read(
