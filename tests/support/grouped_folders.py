@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GptOssConfig, Qwen3Config
+from transformers import Qwen3Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import family
@@ -71,10 +71,14 @@ _MXFP4_CONFIG = {
 }
 
 
-def write_mxfp4(config: GptOssConfig, folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """A folder as the hub has it; the model of what transformers makes of its experts, and all its
-    tensors."""
-    model = family.make(config)
+def write_mxfp4(model: Any, folder: Path, largest: int = -2) -> dict[str, Tensor]:
+    """A folder as the hub has it; all its tensors.
+
+    Args:
+        model: of gpt-oss; its experts become what transformers makes of those of the folder.
+        folder: to write.
+        largest: exponent of scales; others are up to 4 less.
+    """
     model.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(
@@ -86,12 +90,12 @@ def write_mxfp4(config: GptOssConfig, folder: Path) -> tuple[Any, dict[str, Tens
         count, k, n = tensors.pop(name).shape  # of products x @ w
         shape = (count, n, k // 32)
         blocks = torch.randint(0, 256, (*shape, 16), generator=random, dtype=torch.uint8)
-        scales = torch.randint(121, 126, shape, generator=random, dtype=torch.uint8)
+        scales = torch.randint(123, 128, shape, generator=random, dtype=torch.uint8) + largest
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         state[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     model.load_state_dict(state)
     save(tensors, folder)
-    return model, tensors
+    return tensors
 
 
 def save(tensors: dict[str, Tensor], folder: Path) -> None:

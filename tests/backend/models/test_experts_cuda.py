@@ -258,7 +258,8 @@ def test_experts_of_16_bits_are_rounded_by_the_setting() -> None:
 def gpt_oss_in_groups(folder: Path) -> Checkpoint:
     """Its tokens have all experts, so that rounding chooses no other ones."""
     shape = family.SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 4, "pad_token_id": 0}
-    grouped_folders.write_mxfp4(GptOssConfig(**shape, sliding_window=family.WINDOW), folder)
+    model = family.make(GptOssConfig(**shape, sliding_window=family.WINDOW))
+    grouped_folders.write_mxfp4(model, folder)
     return Checkpoint(folder, "huggingface")
 
 

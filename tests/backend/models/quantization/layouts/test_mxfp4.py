@@ -27,8 +27,10 @@ MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def write(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Tokens have all experts, so that no choice changes where activations are rounded."""
-    return folders.write_mxfp4(GptOssConfig(**SETTINGS, num_experts_per_tok=4), folder)
+    """A model and a folder's tensors. Tokens have all experts, so that no choice changes where
+    activations are rounded."""
+    model = family.make(GptOssConfig(**SETTINGS, num_experts_per_tok=4))
+    return model, folders.write_mxfp4(model, folder)
 
 
 def test_logits_equal_those_of_transformers(tmp_path: Path) -> None:
