@@ -255,6 +255,16 @@ def test_experts_of_16_bits_are_rounded_by_the_setting() -> None:
     check_values(placed_experts(kept, quantization="int4"), in_16_bits(kept))
 
 
+def test_parts_of_a_shared_expert_stay_in_the_groups_of_the_others() -> None:
+    gate, up, down = (in_groups(64, 64, seed, scale=0.015625) for seed in (5, 6, 7))
+    shared = ExpertParts([gate, up], [down], [], [])
+    experts = [expert(1), *shared.split(2)]
+    assert all(one.is_stored_as(experts[0]) for one in experts)
+    found = placed_experts(experts)
+    assert isinstance(found.gate_up, GroupedRows) and isinstance(found.down, GroupedRows)
+    check_values(found, in_16_bits(experts))
+
+
 def gpt_oss_in_groups(folder: Path) -> Checkpoint:
     """Its tokens have all experts, so that rounding chooses no other ones."""
     shape = family.SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 4, "pad_token_id": 0}
