@@ -1,4 +1,4 @@
-"""Kernels of mixtures of experts at the shapes of public models, in bfloat16 and FP8.
+"""Kernels of mixtures of experts at the shapes of public models, in bfloat16, FP8 and MXFP4.
 
     PYTHONPATH=benchmarks python benchmarks/kernels/bench_moe.py [--json FILE] [--tokens T ...]
         [--models NAME ...] [--zipf]
@@ -25,6 +25,8 @@ import timing
 import torch
 from torch import Tensor
 
+from inflight_kernels.ops.linear import grouped_rows
+from inflight_kernels.ops.linear.grouped_rows import GroupedKind, GroupedRows
 from inflight_kernels.ops.linear.operands import Operand, SummedRows, values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
@@ -38,10 +40,23 @@ MODELS = {
     "gpt-oss-20b": (32, 4, 2880, 2880, products.CLAMPED),
 }
 
+MXFP4 = GroupedKind(grouped_rows.E2M1, 32, minimums=False)
+NAMES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn", MXFP4: "mxfp4"}
+
 Call = Callable[[], object]
 
 
-def _weight(experts: int, rows: int, width: int, dtype: torch.dtype) -> Operand:
+def _weight(
+    experts: int, rows: int, width: int, values: products.WeightType
+) -> products.ExpertsWeight:
+    if isinstance(values, GroupedKind):
+        found = grouped_rows.empty(experts, rows, width, values, torch.device("cuda"))
+        found.records.random_(0, 63)  # scales are small numbers
+        return found
+    return _of_type(experts, rows, width, values)
+
+
+def _of_type(experts: int, rows: int, width: int, dtype: torch.dtype) -> Operand:
     weight = torch.empty(experts, rows, width, device="cuda", dtype=torch.bfloat16)
     weight.normal_(std=width**-0.5)
     if dtype == torch.bfloat16:
@@ -63,28 +78,28 @@ class Layer:
 
     model: str
     tokens: int
-    dtype: torch.dtype
+    values: products.WeightType
     zipf: bool
 
     def __post_init__(self) -> None:
         experts, top_k, width, hidden, self.gate = MODELS[self.model]
-        tokens, dtype = self.tokens, self.dtype
+        tokens, dtype = self.tokens, products.input_type(self.values)
         self.logits = torch.randn(tokens, experts, device="cuda")
         if self.zipf:
             self.logits -= torch.arange(1, experts + 1, device="cuda").log()
         self.router = routing.Router(Routing(top_k, renormalize=True), experts)
         self.routed = routing.Routed(tokens, experts, top_k, "cuda")
-        self.tile = products.tile_of(tokens, experts, top_k, dtype)
+        self.tile = products.tile_of(tokens, experts, top_k, self.values)
         self.x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         self.gathered = _rows(tokens * top_k, hidden, dtype)
         self.inner = torch.zeros(tokens * top_k, width, device="cuda", dtype=torch.bfloat16)
         self.inner_quantized = _rows(tokens * top_k, width, dtype)
         self.outer = torch.zeros(tokens * top_k, hidden, device="cuda", dtype=torch.bfloat16)
         self.total = torch.zeros(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-        self.gate_up = _weight(experts, 2 * width, hidden, dtype)
-        self.down = _weight(experts, hidden, width, dtype)
+        self.gate_up = _weight(experts, 2 * width, hidden, self.values)
+        self.down = _weight(experts, hidden, width, self.values)
         sizes = few_sizes.Sizes(hidden, width, experts, top_k, 1, dtype.itemsize)
-        self.has_few = sizes.fits(tokens)
+        self.has_few = sizes.fits(tokens) and not isinstance(self.values, GroupedKind)
         self.residual = torch.randn(2, tokens, hidden, device="cuda")
         self.norm = torch.ones(hidden, device="cuda")
         self.choice = few.new_choice("cuda")
@@ -124,12 +139,13 @@ class Layer:
         self.finish()
         self.sum()
 
-    def _product(self, x: Operand, weight: Operand, out: Tensor, gate: int) -> None:
+    def _product(self, x: Operand, weight: products.ExpertsWeight, out: Tensor, gate: int) -> None:
         products.product(
             x, weight, None, self.routed, num_tokens=self.tokens, out=out, gate=gate, pdl=True
         )
 
     def few_up(self) -> None:
+        assert not isinstance(self.gate_up, GroupedRows), "as `has_few` says"
         few.gate_up(
             self.normed,
             self.logits,
@@ -142,6 +158,7 @@ class Layer:
 
     def few(self) -> None:
         self.few_up()
+        assert not isinstance(self.down, GroupedRows), "as `has_few` says"
         layer = few.Down(self.down, None)
         few.down(self.inner, self.choice, self.router, layer, total=self.total, pdl=True)
 
@@ -167,18 +184,18 @@ def _measure(tokens: tuple[int, ...], models: list[str], zipf: bool) -> Iterator
     yield gemm
     for model in models:
         experts, top_k, width, hidden, _ = MODELS[model]
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            sets = [Layer(model, 1, dtype, zipf)]
+        for values, name in NAMES.items():
+            sets = [Layer(model, 1, values, zipf)]
             for m in tokens:
                 sets.clear()
-                one = Layer(model, m, dtype, zipf)
-                read = one.distinct() * 3 * width * hidden * dtype.itemsize
+                one = Layer(model, m, values, zipf)
+                read = round(one.distinct() * 3 * width * hidden * _bytes_of(values))
                 flops = 6 * m * top_k * width * hidden
-                rate = gemm["tflop_per_s"] * (2 if dtype.itemsize == 1 else 1)
+                rate = gemm["tflop_per_s"] * (2 if values == torch.float8_e4m3fn else 1)
                 floor = max(read / copy["tb_per_s"] * 1e-6, flops / rate * 1e-6)
                 whole = (experts + 1) * 3 * width * hidden * 2
                 many = max(1, min(4, timing.COLD_BYTES // read, int(2e10 // whole)))
-                layers = [one, *(Layer(model, m, dtype, zipf) for _ in range(many))]
+                layers = [one, *(Layer(model, m, values, zipf) for _ in range(many))]
 
                 def timed(part: str, layers: list[Layer] = layers) -> timing.Timing:
                     calls = iter([getattr(layer, part) for layer in layers * 300])
@@ -187,7 +204,7 @@ def _measure(tokens: tuple[int, ...], models: list[str], zipf: bool) -> Iterator
                 row = {
                     "op": "layer",
                     "model": model,
-                    "type": str(dtype).removeprefix("torch."),
+                    "type": name,
                     "tokens": m,
                     "experts": one.distinct(),
                     **timed("layer").row(read, flops),
@@ -195,9 +212,16 @@ def _measure(tokens: tuple[int, ...], models: list[str], zipf: bool) -> Iterator
                 }
                 for part in PARTS + (FEW_PARTS if one.has_few else ()):
                     row[f"{part}_us"] = round(timed(part).median, 1)
-                if dtype == torch.bfloat16 and m > 1:
+                if values == torch.bfloat16 and m > 1:
                     row["grouped_mm_us"] = _grouped_mm(one)
                 yield row
+
+
+def _bytes_of(values: products.WeightType) -> float:
+    """Of a weight, with its share of scales."""
+    if not isinstance(values, GroupedKind):
+        return values.itemsize
+    return values.record_bytes / (grouped_rows.RECORD_ROWS * grouped_rows.RECORD_COLUMNS)
 
 
 def _grouped_mm(layer: Layer) -> list[float]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import family
 from inflight.checkpoint.locate import Checkpoint
@@ -62,6 +63,39 @@ def write_mixed(folder: Path) -> dict[str, Tensor]:
         return compressed.tensors(f"{module}weight", weight, "fp8" if "attn" in module else "int4")
 
     return write(qwen3(), folder, config, encode)
+
+
+_MXFP4_CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+}
+
+
+def write_mxfp4(model: Any, folder: Path, largest: int = -2) -> dict[str, Tensor]:
+    """A folder as the hub has it; all its tensors.
+
+    Args:
+        model: of gpt-oss; its experts become what transformers makes of those of the folder.
+        folder: to write.
+        largest: exponent of scales; others are up to 4 less.
+    """
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": _MXFP4_CONFIG})
+    )
+    tensors, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    state = model.state_dict()
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, k, n = tensors.pop(name).shape  # of products x @ w
+        shape = (count, n, k // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=random, dtype=torch.uint8)
+        scales = torch.randint(123, 128, shape, generator=random, dtype=torch.uint8) + largest
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        state[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    model.load_state_dict(state)
+    save(tensors, folder)
+    return tensors
 
 
 def save(tensors: dict[str, Tensor], folder: Path) -> None:

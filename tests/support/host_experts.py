@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from inflight.models import experts_cuda
-from inflight_kernels.ops.linear.operands import NormedRows, Operand, SummedRows, values_of
+from inflight_kernels.ops.linear import grouped_rows
+from inflight_kernels.ops.linear.operands import NormedRows, Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 from inflight_kernels.ops.moe.routing import Routed, Router
@@ -35,7 +36,8 @@ def install(monkeypatch: pytest.MonkeyPatch, linear: type) -> None:
 def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: bool = False) -> None:
     assert logits.shape[1] == router.columns
     sizes = len(logits), router.all_experts, router.all_top_k
-    assert tile in {products.tile_of(*sizes, dtype) for dtype in (torch.bfloat16, torch.int8)}
+    types = torch.bfloat16, torch.int8, grouped_rows.KINDS[0]
+    assert tile in {products.tile_of(*sizes, values) for values in types}
     chosen, weights = _choose(logits, router)
     routed.experts[: chosen.numel()] = chosen.flatten().int()
     order = chosen.flatten().sort(stable=True).indices
@@ -69,7 +71,7 @@ def gather(x: Tensor, routed: Routed, *, num_tokens: int, out: Operand, pdl: boo
 
 def product(
     x: Operand,
-    weight: Operand,
+    weight: products.ExpertsWeight,
     bias: Tensor | None,
     routed: Routed,
     *,
@@ -78,9 +80,9 @@ def product(
     gate: int = products.PLAIN,
     pdl: bool = False,
 ) -> None:
-    num_experts = len(values_of(weight))
+    num_experts = routed.num_experts
     num_rows = num_tokens * routed.top_k
-    taken, matrices = _exact(x)[:num_rows], _exact(weight)
+    taken, matrices = _exact(x)[:num_rows], _matrices(weight, num_experts)
     if num_tokens == 1 and len(taken) == 1:
         taken = taken.expand(num_rows, -1)
     chosen = routed.experts[:num_rows].sort().values
@@ -97,6 +99,13 @@ def _gated(sums: Tensor, gate: int) -> Tensor:
     halves = sums.view(len(sums), count, 2, products.GATE_ROWS)
     kind = transformer.silu_mul if gate == products.SILU else transformer.clamped_swiglu
     return kind(halves.transpose(1, 2).reshape(sums.shape))
+
+
+def _matrices(weight: products.ExpertsWeight, num_experts: int) -> Tensor:
+    """[E, n, k]."""
+    if isinstance(weight, grouped_rows.GroupedRows):
+        return grouped_rows.dequantized(weight).view(num_experts, -1, weight.k)
+    return _exact(weight)
 
 
 def _exact(matrix: Operand) -> Tensor:
@@ -163,7 +172,8 @@ def gate_up(
     pdl: bool = False,
 ) -> None:
     chosen, weights = _choose(logits, router)
-    taken, matrices, top_k = _exact(x), _exact(layer.weight), chosen.shape[1]
+    taken, top_k = _exact(x), chosen.shape[1]
+    matrices = _matrices(layer.weight, router.all_experts)
     for pair, expert in enumerate(chosen.flatten().tolist()):
         added = None if layer.bias is None else layer.bias[expert].to(matrices.dtype)
         row = taken[pair // top_k][None]
@@ -189,7 +199,7 @@ def down(
     num_pairs = num_tokens * top_k
     chosen = choice[:num_pairs].tolist()
     weights = choice[num_pairs:][: num_pairs + num_tokens].view(torch.float32).view(-1, top_k + 1)
-    rows_of, matrices = inner[:num_pairs], _exact(layer.weight)
+    rows_of, matrices = inner[:num_pairs], _matrices(layer.weight, router.all_experts)
     if isinstance(layer.weight, ScaledRows):
         values = quantization.quantize_rows(rows_of, layer.weight.values.dtype)
         rows_of = quantization.dequantize_rows(*values)

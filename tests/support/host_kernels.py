@@ -34,6 +34,8 @@ from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import NO_DRAFT, NOT_DRAFTED, BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
+from inflight_kernels.ops.linear import grouped_rows
+from inflight_kernels.ops.linear.grouped_rows import GroupedRows
 from inflight_kernels.ops.linear.operands import (
     MAX_SUMMED_ROWS,
     Input,
@@ -85,6 +87,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_placement, "CudaLinear", HostLinear)
     monkeypatch.setattr(cuda_placement, "CudaScaledLinear", HostScaledLinear)
     monkeypatch.setattr(cuda_placement, "CudaWeightOnlyLinear", HostWeightOnlyLinear)
+    monkeypatch.setattr(cuda_placement, "CudaGroupedLinear", HostGroupedLinear)
     monkeypatch.setattr(cuda_placement, "can_multiply", lambda n, k: True)
     monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: True)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
@@ -538,6 +541,17 @@ class HostScaledLinear:
             return quantization.quantized_linear(x[:num_tokens], *self.weight, self._bias)
         wide, weight = (quantization.dequantize_rows(*rows) for rows in (x, self.weight))
         return transformer.linear(wide, weight, self._bias)
+
+
+class HostGroupedLinear(HostLinear):
+    def __init__(
+        self,
+        weight: GroupedRows,
+        bias: Tensor | None,
+        dequantized: DequantizedWeight | None,
+        batch_invariant: bool,
+    ) -> None:
+        super().__init__(grouped_rows.dequantized(weight), bias, batch_invariant)
 
 
 class HostWeightOnlyLinear(HostLinear):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from inflight.config import Quantization
+from inflight.models.expert_stack import ExpertStack, widened
 from inflight.models.experts_cuda import CudaExperts, alternating
 from inflight.models.gpu_support import shared_experts
 from inflight.models.layers.linear import CudaWeight
 from inflight.models.loader import ExpertParts
-from inflight.models.quantization.grouped import GroupedMatrix, in_one_kind
-from inflight.models.quantization.grouped_cuda import CudaGroupedLinear, packed
-from inflight.models.quantization.grouped_cuda import is_supported as can_keep
+from inflight.models.quantization.grouped_cuda import CudaGroupedLinear
+from inflight.models.quantization.grouped_records import joined_records
 from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
@@ -35,8 +35,10 @@ from inflight.models.quantization.weight_only_cuda import (
     can_widen,
 )
 from inflight.models.spec import MoeSpec
-from inflight_kernels.ops.linear.operands import Operand, values_of
+from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows
+from inflight_kernels.ops.linear.operands import values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.moe.products import ExpertsWeight
 
 
 class CudaPlacement:
@@ -50,7 +52,8 @@ class CudaPlacement:
         memory: of linear layers with weights of 8 bits: for their inputs in 8 bits, or for a
             dequantised weight if inputs keep 16; None dequantises all weights at once.
         groups: for a dequantised weight of linear layers that keep codes with scales of groups,
-            also those of weights that are rounded; None dequantises them at once.
+            also those of weights that are rounded, and whether experts keep them; None dequantises
+            all at once.
     """
 
     def __init__(
@@ -79,9 +82,9 @@ class CudaPlacement:
         bias = self._joined(biases) if biases else None
         num_rows, (_, width) = sum(part.shape[0] for part in weights), weights[0].shape
         memory = self._memory
-        kept = self._kept(weights)
+        kept = self._records(weights)
         if kept is not None:
-            return CudaGroupedLinear(packed(kept), bias, self._groups, self._batch_invariant)
+            return CudaGroupedLinear(kept, bias, self._groups, self._batch_invariant)
         if isinstance(memory, QuantizedInputs) and can_multiply(num_rows, width):
             parts = self._quantized(weights)
             if isinstance(parts, QuantizedMatrix):
@@ -94,25 +97,23 @@ class CudaPlacement:
         tensors = [dequantized(part) for part in weights]
         return CudaLinear(self._joined(tensors), bias, self._batch_invariant)
 
-    def _kept(self, weights: Sequence[Matrix]) -> GroupedMatrix | None:
-        """The parts of a layer on the GPU if they stay in groups."""
+    def _records(
+        self, weights: Sequence[Matrix], order: Tensor | None = None
+    ) -> GroupedRows | None:
+        """The parts of a layer, with rows in this order, if they stay in groups."""
         if self._groups is None:
             return None
         if self._quantization == "int4":
             weights = [rounded(_moved(part, self._device)) for part in weights]
-        parts = [part for part in weights if isinstance(part, GroupedMatrix) and can_keep(part)]
-        if len(parts) < len(weights):
-            return None
-        whole = in_one_kind([part.to(self._device) for part in parts])
-        return whole if whole is not None and can_keep(whole) else None
+        return joined_records(weights, self._device, order)
 
     def _quantized(self, weights: Sequence[Matrix]) -> QuantizedMatrix | list[Tensor]:
         moved = [_moved(part, self._device) for part in weights]
         return in_one_format(moved, self._quantization)
 
     def experts(self, count: int, parts: Iterator[ExpertParts]) -> CudaExperts:
-        gate_up, down = _Stack(count), _Stack(count)
-        gate_up_bias, down_bias = _Stack(count), _Stack(count)
+        gate_up, down = ExpertStack(count), ExpertStack(count)
+        gate_up_bias, down_bias = ExpertStack(count), ExpertStack(count)
         for expert in parts:
             gate_up.append(self._expert_matrix(expert.gate_up, gate_up, alternates=True))
             down.append(self._expert_matrix(expert.down, down, alternates=False))
@@ -121,27 +122,21 @@ class CudaPlacement:
                 down_bias.append(self._joined(expert.down_biases))
         first, last = gate_up.whole, down.whole
         if _format(first) != _format(last):  # the kernels take one for both
-            first, last = (self._in_16_bits(weight) for weight in (first, last))
-        return CudaExperts(first, last, gate_up_bias.vectors, down_bias.vectors)
+            first, last = (widened(weight, count, self._dtype) for weight in (first, last))
+        return CudaExperts(first, last, gate_up_bias.vectors, down_bias.vectors, count)
 
     def shared_experts(self, moe: MoeSpec) -> int:
         return shared_experts(moe)
 
-    def _in_16_bits(self, weight: Operand) -> Tensor:
-        """[E, n, k], expert by expert."""
-        if not isinstance(weight, ScaledRows):
-            return weight
-        whole = torch.empty(weight.values.shape, dtype=self._dtype, device=self._device)
-        scales = weight.scales.view(whole.shape[:2])
-        for expert, target in enumerate(whole):
-            matrix = QuantizedMatrix(weight.values[expert], scales[expert])
-            target.copy_(matrix.dequantized())
-        return whole
-
     def _expert_matrix(
-        self, weights: Sequence[Matrix], stack: _Stack, *, alternates: bool
-    ) -> Operand:
-        """A layer of an expert, in the format of the experts before."""
+        self, weights: Sequence[Matrix], stack: ExpertStack, *, alternates: bool
+    ) -> ExpertsWeight:
+        """A layer of an expert, in the format of the experts before, which are dequantised if they
+        are in groups and this one cannot be in the same."""
+        grouped = self._grouped(weights, alternates) if stack.may_be_grouped else None
+        if grouped is not None and stack.fits(grouped):
+            return grouped
+        stack.widen(self._dtype)
         num_rows, (_, width) = sum(part.shape[0] for part in weights), weights[0].shape
         quantises = isinstance(self._memory, QuantizedInputs) and can_multiply(num_rows, width)
         if quantises and stack.format is not self._dtype:
@@ -156,6 +151,14 @@ class CudaPlacement:
         whole = self._joined([dequantized(part) for part in weights])
         return alternating(whole) if alternates else whole
 
+    def _grouped(self, weights: Sequence[Matrix], alternates: bool) -> GroupedRows | None:
+        """A layer of an expert in groups; None if it has none, or cannot keep them."""
+        num_rows = sum(part.shape[0] for part in weights)
+        if num_rows % RECORD_ROWS:  # those of the next expert would begin within a record
+            return None
+        order = alternating(torch.arange(num_rows)) if alternates else None
+        return self._records(weights, order)
+
     def router(self, stored: Tensor) -> Tensor:
         return self.norm(stored)
 
@@ -167,8 +170,9 @@ class CudaPlacement:
 
     def head(self, stored: Matrix) -> CudaWeight:
         is_kept = self._groups is not None and not self._batch_invariant
-        if is_kept and isinstance(stored, GroupedMatrix) and can_keep(stored):
-            return CudaGroupedLinear(packed(stored.to(self._device)), None, None, False)
+        kept = joined_records([stored], self._device) if is_kept else None
+        if kept is not None:
+            return CudaGroupedLinear(kept, None, None, False)
         return self.tied(self.embedding(stored))
 
     def _joined(self, stored: Sequence[Tensor]) -> Tensor:
@@ -186,52 +190,9 @@ class CudaPlacement:
 _NAMES: dict[torch.dtype, Quantization] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 
-class _Stack:
-    """Equal tensors of so many experts, copied one by one into one tensor."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._length = 0
-        self._whole: Operand | None = None
-
-    @property
-    def format(self) -> torch.dtype | None:
-        """Of the values; None without any yet."""
-        return None if self._whole is None else values_of(self._whole).dtype
-
-    @property
-    def whole(self) -> Operand:
-        """[count, n, k], of quantised ones with scales [count * n]."""
-        assert self._whole is not None, "a mixture has experts"
-        return self._whole
-
-    @property
-    def vectors(self) -> Tensor | None:
-        """[count, n]; None if nothing was appended."""
-        return None if self._whole is None else values_of(self._whole)
-
-    def append(self, part: Operand) -> None:
-        """The next expert's."""
-        values, index = values_of(part), self._length
-        if self._whole is None:
-            self._whole = values.new_empty(self._count, *values.shape)
-            if isinstance(part, ScaledRows):
-                scales = part.scales.new_empty(self._count * len(values))
-                self._whole = ScaledRows(self._whole, scales)
-        if isinstance(self._whole, ScaledRows) and isinstance(part, ScaledRows):
-            self._whole.scales[index * len(values) :][: len(values)].copy_(part.scales)
-        # Copies bytes: not every type of 8 bits has a copy of its own everywhere.
-        _bytes(values_of(self._whole)[index]).copy_(_bytes(values))
-        self._length += 1
-
-
-def _format(weight: Operand) -> torch.dtype | None:
-    """Type of 8-bit values; None if it is not quantised."""
-    return weight.values.dtype if isinstance(weight, ScaledRows) else None
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.view(torch.uint8) if values.itemsize == 1 else values
+def _format(weight: ExpertsWeight) -> object:
+    """What experts' layers have in common that kernels take together."""
+    return GroupedRows if isinstance(weight, GroupedRows) else values_of(weight).dtype
 
 
 def _moved(part: Matrix, device: torch.device) -> Matrix:

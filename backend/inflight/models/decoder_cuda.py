@@ -336,7 +336,7 @@ class Decoder:
                 found.append(None)
                 continue
             experts, rows = own.mlp.experts, self._buffers.num_rows
-            key = layer.mlp, experts.values_dtype, experts.count
+            key = layer.mlp, experts.input_dtype, experts.count
             memory = memories.get(key)
             if memory is None:
                 memory = MoeMemory(
@@ -344,7 +344,7 @@ class Decoder:
                     spec.hidden_size,
                     rows,
                     settings.dtype,
-                    experts.values_dtype,
+                    experts.input_dtype,
                     settings.device,
                     experts.count - layer.mlp.num_experts,
                 )

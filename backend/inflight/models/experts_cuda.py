@@ -16,13 +16,8 @@ from inflight.models.layers.routing import routing_of
 from inflight.models.layers.weights import MoeWeights
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
-from inflight_kernels.ops.linear.operands import (
-    Input,
-    NormedRows,
-    Operand,
-    SummedRows,
-    values_of,
-)
+from inflight_kernels.ops.linear.grouped_rows import GroupedKind, GroupedRows
+from inflight_kernels.ops.linear.operands import Input, NormedRows, Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 
@@ -40,22 +35,24 @@ class CudaExperts:
         gate_up: [E, 2 * w, d], rows of gate and up by turns.
         down: [E, d, w].
         gate_up_bias, down_bias: [E, 2 * w] and [E, d]; None without biases.
+        count: E; shared ones, behind the others, included.
     """
 
-    gate_up: Operand
-    down: Operand
+    gate_up: products.ExpertsWeight
+    down: products.ExpertsWeight
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    count: int
 
     @property
-    def count(self) -> int:
-        """E; shared ones, behind the others, included."""
-        return len(values_of(self.gate_up))
+    def values(self) -> products.WeightType:
+        """Type of the weights; those of `down` have the same, or are in records as well."""
+        return products.type_of(self.gate_up)
 
     @property
-    def values_dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return values_of(self.gate_up).dtype
+    def input_dtype(self) -> torch.dtype:
+        """Of the rows that they are multiplied with."""
+        return products.input_type(self.values)
 
 
 def router_parts(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,6 +81,10 @@ def alternating(gate_up: Tensor) -> Tensor:
     return parts.transpose(0, 1).reshape(gate_up.shape)
 
 
+def _kind(weight: products.ExpertsWeight) -> GroupedKind | None:
+    return weight.kind if isinstance(weight, GroupedRows) else None
+
+
 class MoeMemory:
     """Memory of the mixtures of experts of one model, shared by its layers.
 
@@ -92,7 +93,7 @@ class MoeMemory:
         hidden_size: d.
         num_rows: maximum T.
         dtype: of activations.
-        weights: of the experts' weights.
+        inputs: of the rows that experts' weights are multiplied with.
         device: the GPU.
         num_shared: experts behind the others as which the shared one is kept.
     """
@@ -103,7 +104,7 @@ class MoeMemory:
         hidden_size: int,
         num_rows: int,
         dtype: torch.dtype,
-        weights: torch.dtype,
+        inputs: torch.dtype,
         device: torch.device,
         num_shared: int = 0,
     ) -> None:
@@ -121,15 +122,15 @@ class MoeMemory:
         self.outer = buffer(num_rows * top_k, hidden_size)
         self.gathered: Operand = self.outer
         self.inner_quantized: ScaledRows | None = None
-        if weights.itemsize == 1:
-            self.gathered = ScaledRows.empty(num_rows * top_k, hidden_size, device, weights)
-            self.inner_quantized = ScaledRows.empty(num_rows * top_k, width, device, weights)
+        if inputs.itemsize == 1:
+            self.gathered = ScaledRows.empty(num_rows * top_k, hidden_size, device, inputs)
+            self.inner_quantized = ScaledRows.empty(num_rows * top_k, width, device, inputs)
         # Of few tokens: the norm that experts take.
         self.normed = buffer(few_sizes.MAX_TOKENS, hidden_size)
         self.choice = few.new_choice(device)
         self.few_rows: ScaledRows | None = None
-        if weights.itemsize == 1:
-            self.few_rows = ScaledRows.empty(few_sizes.MAX_TOKENS, hidden_size, device, weights)
+        if inputs.itemsize == 1:
+            self.few_rows = ScaledRows.empty(few_sizes.MAX_TOKENS, hidden_size, device, inputs)
         shared = None if num_shared else moe_spec.shared
         self.shared_gate_up = buffer(num_rows if shared else 0, 2 * shared.width if shared else 0)
         self.shared_gated = buffer(num_rows if shared else 0, shared.width if shared else 0)
@@ -177,28 +178,32 @@ class CudaMoe:
         )
         self._gate = GATES[moe_spec.expert.activation]
         self._experts = weights.experts
-        self._gate_up = few.GateUp(
-            weights.experts.gate_up, weights.experts.gate_up_bias, self._gate
-        )
-        self._down = few.Down(weights.experts.down, weights.experts.down_bias)
+        experts = weights.experts
+        self._gate_up = few.GateUp(experts.gate_up, experts.gate_up_bias, self._gate)
+        self._down = few.Down(experts.down, experts.down_bias)
         self._shared = weights.shared
         self._memory = memory
         self._batch_invariant = batch_invariant
-        self._sizes = few_sizes.Sizes(
-            memory.outer.shape[1],
-            moe_spec.expert.width,
-            moe_spec.num_experts,
-            self._router.all_top_k,
-            moe_spec.num_groups,
-            weights.experts.values_dtype.itemsize,
-        )
+        # Layers of two kinds of codes: of both.
+        self._sizes = [
+            few_sizes.Sizes(
+                memory.outer.shape[1],
+                moe_spec.expert.width,
+                moe_spec.num_experts,
+                self._router.all_top_k,
+                moe_spec.num_groups,
+                experts.input_dtype.itemsize,
+                kind,
+            )
+            for kind in dict.fromkeys(_kind(one) for one in (experts.gate_up, experts.down))
+        ]
         self.routed = memory.routed
 
     def input_rows(self, num_tokens: int) -> None:
         return None
 
     def norms(self, num_tokens: int) -> bool:
-        return not self._batch_invariant and self._sizes.fits(num_tokens)
+        return not self._batch_invariant and all(one.fits(num_tokens) for one in self._sizes)
 
     def sums(self, num_tokens: int) -> bool:
         return self.norms(num_tokens)
@@ -263,8 +268,8 @@ class CudaMoe:
     ) -> None:
         """The experts of any number of tokens; x is an entire buffer."""
         memory, experts, num_tokens = self._memory, self._experts, len(total)
-        routed, dtype = memory.routed, experts.values_dtype
-        tile = products.tile_of(num_tokens, routed.num_experts, routed.top_k, dtype)
+        routed = memory.routed
+        tile = products.tile_of(num_tokens, routed.num_experts, routed.top_k, experts.values)
         routing.route(logits, self._router, routed, tile=tile, pdl=True)
         taken: Operand = x[:num_tokens]
         if num_tokens > 1 or isinstance(memory.gathered, ScaledRows):
@@ -272,7 +277,11 @@ class CudaMoe:
             taken = memory.gathered
 
         def multiply(
-            rows_of: Operand, weight: Operand, bias: Tensor | None, out: Tensor, gate: int
+            rows_of: Operand,
+            weight: products.ExpertsWeight,
+            bias: Tensor | None,
+            out: Tensor,
+            gate: int,
         ) -> None:
             products.product(
                 rows_of, weight, bias, routed, num_tokens=num_tokens, out=out, gate=gate, pdl=True

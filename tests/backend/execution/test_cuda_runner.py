@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GptOssConfig
 
+import family
+import grouped_folders
 import host_kernels
 import recorded_launches
 import tiny
@@ -272,6 +275,20 @@ def test_gpt_oss_20b_starts_and_runs_with_two_block_tables_on_an_h200(
     assert {"attention", "experts_hopper", "route", "rows"} <= stems
     assert ("attention_hopper" in stems) == (not settings.get("batch_invariant"))
     assert ("few_experts_hopper" in stems) == (not settings.get("batch_invariant"))
+
+
+def test_experts_in_mxfp4_have_kernels_for_their_codes(tmp_path: Path, record: Record) -> None:
+    shape = family.SHAPE | {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2}
+    model = family.make(GptOssConfig(**shape, pad_token_id=0, sliding_window=family.WINDOW))
+    grouped_folders.write_mxfp4(model, tmp_path)
+    launched, ahead = record()
+    config = EngineConfig(model=str(tmp_path), device="cuda", max_model_len=8192)
+    runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
+    launch_steps(runner, [list(range(512)), list(range(512, 1024))])
+    assert set(launched) <= set(ahead) <= COMPILED
+    products = {name for stem, name in launched if stem == "experts_hopper"}
+    assert products
+    assert all(name.startswith("experts_product_codes<") for name in products), products
 
 
 def launch_steps(runner: Any, tables: list[list[int]]) -> None:

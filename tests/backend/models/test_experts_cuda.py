@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import Glm4MoeConfig, GptOssConfig, PretrainedConfig, Qwen3Moe
 
 import family
 import family_gpu
+import grouped_folders
 import mixed_step
 from clear_routing import make_clear
 from inflight.checkpoint.locate import Checkpoint
@@ -21,13 +23,19 @@ from inflight.execution.factory import resolve_device
 from inflight.models import decoder_cuda, gpu_support
 from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.decoder_cuda import Decoder
-from inflight.models.experts_cuda import alternating, router_parts
+from inflight.models.experts_cuda import CudaExperts, alternating, router_parts
 from inflight.models.gpu_support import gpu_obstacle
-from inflight.models.loader import ExpertParts
-from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, quantize
+from inflight.models.loader import ExpertParts, load_weights
+from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.layouts.floats import E2M1
+from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, dequantized, quantize
+from inflight.models.quantization.rounding import quantize_groups
 from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, MoeSpec
+from inflight_kernels.ops.linear import grouped_rows
+from inflight_kernels.ops.linear.grouped_rows import GroupedRows
+from inflight_kernels.ops.linear.grouped_rows import dequantized as dequantized_rows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 
 EXPERTS = {
@@ -126,6 +134,175 @@ def test_both_layers_of_experts_are_in_one_format() -> None:
     exact = gate.dequantized().bfloat16()
     assert torch.equal(experts.gate_up[0], alternating(torch.cat([exact, exact])))
     assert torch.equal(experts.down[0], down)
+
+
+# ---------------------------------------------------------------- codes with scales of groups
+
+
+def in_groups(n: int, k: int, seed: int, group: int = 32, scale: float = 0.01) -> GroupedMatrix:
+    """As MXFP4 has it."""
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n, k), generator=random, dtype=torch.uint8)
+    powers = 2.0 ** torch.randint(-3, 3, (n, k // group), generator=random)
+    return GroupedMatrix(codes, 4, powers * scale, levels=E2M1)
+
+
+def expert(seed: int, scale: float = 0.015625) -> ExpertParts:
+    """Of a width of 32 and a hidden size of 64."""
+    gate, up = (in_groups(32, 64, seed + which, scale=scale) for which in range(2))
+    down = in_groups(64, 32, seed + 2, scale=scale)
+    return ExpertParts([gate, up], [down], [], [])
+
+
+def placed_experts(experts: list[ExpertParts], **settings: Any) -> CudaExperts:
+    dtype = settings.pop("dtype", torch.bfloat16)
+    placement = CudaPlacement(dtype, CPU, False, **settings)
+    return placement.experts(len(experts), iter(experts))
+
+
+def in_16_bits(experts: list[ExpertParts]) -> tuple[Tensor, Tensor]:
+    """Gate and up by turns, and down."""
+    first = [torch.cat([dequantized(part) for part in one.gate_up]) for one in experts]
+    last = [torch.cat([dequantized(part) for part in one.down]) for one in experts]
+    return torch.stack([alternating(one) for one in first]).bfloat16(), torch.stack(last).bfloat16()
+
+
+def check_values(found: CudaExperts, expected: tuple[Tensor, Tensor]) -> None:
+    for weight, exact in zip((found.gate_up, found.down), expected, strict=True):
+        if isinstance(weight, GroupedRows):
+            weight = dequantized_rows(weight).view(exact.shape)
+        assert isinstance(weight, Tensor) and torch.equal(weight, exact)
+
+
+def test_experts_keep_their_codes() -> None:
+    experts = [expert(seed) for seed in (1, 11, 21)]
+    found = placed_experts(experts)
+    assert isinstance(found.gate_up, GroupedRows) and isinstance(found.down, GroupedRows)
+    assert found.gate_up.kind.codes == found.down.kind.codes == grouped_rows.E2M1
+    assert (found.count, found.input_dtype) == (3, torch.bfloat16)
+    check_values(found, in_16_bits(experts))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "none"}, {"keeps_groups": False}, {"dtype": torch.float32}],
+    ids=["quantization none", "unwanted", "float32"],
+)
+def test_experts_are_dequantised_where_codes_are_not_kept(settings: dict[str, Any]) -> None:
+    experts = [expert(seed) for seed in (1, 11)]
+    found = placed_experts(experts, **settings)
+    assert isinstance(found.gate_up, Tensor) and isinstance(found.down, Tensor)
+    assert torch.equal(found.gate_up.bfloat16(), in_16_bits(experts)[0])
+
+
+def other_kind(like: ExpertParts) -> ExpertParts:
+    """Integers in the place of floats of 4 bits."""
+    parts = [dataclasses.replace(part, levels=None, zero=8) for part in like.gate_up]  # type: ignore[type-var]
+    return ExpertParts(parts, like.down, [], [])
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        other_kind(expert(11)),
+        ExpertParts([part.dequantized() for part in expert(11).gate_up], expert(11).down, [], []),
+        # Scales above those of records of e2m1, which a table takes.
+        expert(11, scale=1024.0),
+    ],
+    ids=["other groups", "16 bits", "large scales"],
+)
+def test_experts_that_differ_from_the_first_one_have_16_bits_as_all_then_have(
+    second: ExpertParts,
+) -> None:
+    for experts in ([expert(1), second, expert(21)], [second, expert(1)]):
+        found = placed_experts(experts)
+        assert isinstance(found.gate_up, Tensor) and isinstance(found.down, Tensor)
+        check_values(found, in_16_bits(experts))
+
+
+def test_gate_and_up_in_different_groups_are_dequantised() -> None:
+    one = expert(1)
+    parts = [one.gate_up[0], quantize_groups(dequantized(one.gate_up[1]), 32)]
+    experts = [ExpertParts(parts, one.down, [], [])]
+    found = placed_experts(experts)
+    assert isinstance(found.gate_up, Tensor) and isinstance(found.down, Tensor)
+    check_values(found, in_16_bits(experts))
+
+
+def test_columns_in_another_order_are_dequantised() -> None:
+    one = expert(1)
+    (down,) = one.down
+    assert isinstance(down, GroupedMatrix)
+    moved = dataclasses.replace(down, columns=torch.arange(32).flip(0))
+    experts = [ExpertParts(one.gate_up, [moved], [], [])]
+    found = placed_experts(experts)
+    assert isinstance(found.down, Tensor)
+    check_values(found, in_16_bits(experts))
+
+
+def test_experts_of_16_bits_are_rounded_by_the_setting() -> None:
+    plain = [
+        ExpertParts([torch.randn(32, 64), torch.randn(32, 64)], [torch.randn(64, 32)], [], [])
+        for _ in range(2)
+    ]
+    found = placed_experts(plain, quantization="int4")
+    assert isinstance(found.gate_up, GroupedRows) and isinstance(found.down, GroupedRows)
+    assert found.gate_up.kind.codes == grouped_rows.INT4
+    for weight, exact in zip((found.gate_up, found.down), in_16_bits(plain), strict=True):
+        rounded = dequantized_rows(weight).view(exact.shape).float()
+        assert 0 < (rounded - exact.float()).norm() < 0.12 * exact.float().norm()
+    kept = [expert(1), expert(11)]
+    check_values(placed_experts(kept, quantization="int4"), in_16_bits(kept))
+
+
+def test_parts_of_a_shared_expert_stay_in_the_groups_of_the_others() -> None:
+    gate, up, down = (in_groups(64, 64, seed, scale=0.015625) for seed in (5, 6, 7))
+    shared = ExpertParts([gate, up], [down], [], [])
+    experts = [expert(1), *shared.split(2)]
+    assert all(one.is_stored_as(experts[0]) for one in experts)
+    found = placed_experts(experts)
+    assert isinstance(found.gate_up, GroupedRows) and isinstance(found.down, GroupedRows)
+    check_values(found, in_16_bits(experts))
+
+
+def gpt_oss_in_groups(folder: Path) -> Checkpoint:
+    """Its tokens have all experts, so that rounding chooses no other ones."""
+    shape = family.SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 4, "pad_token_id": 0}
+    model = family.make(GptOssConfig(**shape, sliding_window=family.WINDOW))
+    grouped_folders.write_mxfp4(model, folder)
+    return Checkpoint(folder, "huggingface")
+
+
+def test_a_model_in_groups_computes_what_it_does_in_16_bits(tmp_path: Path) -> None:
+    """All values of MXFP4 are numbers of bfloat16."""
+    checkpoint = gpt_oss_in_groups(tmp_path)
+    kept, exact = (
+        mixed_step.make_model(checkpoint, torch.bfloat16, CPU, quantization=quantization)
+        for quantization in ("auto", "none")
+    )
+    kept_experts, exact_experts = (
+        model.weights.layers[0].mlp.experts  # type: ignore[union-attr]
+        for model in (kept, exact)
+    )
+    assert isinstance(kept_experts.gate_up, GroupedRows)
+    assert isinstance(exact_experts.gate_up, Tensor)
+    check_values(kept_experts, (exact_experts.gate_up, exact_experts.down))
+    torch.testing.assert_close(logits(kept), logits(exact), atol=0.05, rtol=0.02)
+
+
+def test_experts_without_memory_have_the_kinds_of_those_with_it(tmp_path: Path) -> None:
+    checkpoint, meta = gpt_oss_in_groups(tmp_path), torch.device("meta")
+    found = []
+    for device in (CPU, meta):
+        placement = CudaPlacement(torch.bfloat16, device, False)
+        weights = load_weights(
+            checkpoint, read_spec(checkpoint), placement, lambda what, done: None, device
+        )
+        found.append(weights.layers[0].mlp.experts)  # type: ignore[union-attr]
+    for kept, shaped in zip(*((one.gate_up, one.down) for one in found), strict=True):
+        assert isinstance(kept, GroupedRows) and isinstance(shaped, GroupedRows)
+        assert shaped.records.is_meta and shaped.records.shape == kept.records.shape
+        assert (shaped.kind, shaped.n, shaped.k) == (kept.kind, kept.n, kept.k)
 
 
 # ---------------------------------------------------------------- layers

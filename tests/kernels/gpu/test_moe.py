@@ -9,6 +9,17 @@ import torch
 from torch import Tensor
 
 from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels.ops.linear.grouped_rows import (
+    E2M1,
+    E2M1_VALUES,
+    INT4,
+    INT8,
+    TABLE,
+    GroupedKind,
+    GroupedRows,
+    dequantized,
+    pack,
+)
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.moe.products import CLAMPED, PLAIN, SILU, product, tile_of
 from inflight_kernels.ops.moe.routing import Routed, Router, route
@@ -256,16 +267,153 @@ def test_a_product_applies_scales_bias_and_gate(dtype: torch.dtype, tokens: int,
         gate=gate,
     )
     found = out.check()[routed.positions.long()]
-    chosen = routed.experts.long()
-    token = torch.arange(many, device="cuda") // top_k
-    expected = torch.empty(many, n, dtype=torch.float64, device="cuda")
-    for expert in range(experts):
-        at = (chosen == expert).nonzero()[:, 0]
-        expected[at] = exact_x[token[at]] @ exact_weight[expert].t() + bias[expert].double()
+    expected = _sums(exact_x, exact_weight, bias, routed)
     if gate != PLAIN:
         expected = silu_mul(expected) if gate == SILU else clamped_swiglu(expected)
     bound = 2 * ROUNDING[torch.bfloat16] if dtype != torch.float8_e4m3fn else 1e-2
     assert relative_error(found, expected) < bound
+
+
+def _sums(x: Tensor, weight: Tensor, bias: Tensor, routed: Routed) -> Tensor:
+    """[T * k, n] float64: x [T, d] times weights [E, n, d], of each token's experts in turn."""
+    chosen = routed.experts.long()
+    token = torch.arange(len(chosen), device="cuda") // routed.top_k
+    sums = torch.empty(len(chosen), weight.shape[1], dtype=torch.float64, device="cuda")
+    for expert, (own, added) in enumerate(zip(weight, bias, strict=True)):
+        at = (chosen == expert).nonzero()[:, 0]
+        sums[at] = x[token[at]].double() @ own.double().t() + added.double()
+    return sums
+
+
+GPT_OSS = GroupedKind(E2M1, 32, minimums=False)
+KINDS = [
+    GPT_OSS,
+    GroupedKind(E2M1, 16, minimums=False),
+    GroupedKind(TABLE, 32, minimums=False),
+    GroupedKind(INT4, 32, minimums=True),
+    GroupedKind(INT4, 128, minimums=False),
+    GroupedKind(INT4, 128, minimums=True),
+    GroupedKind(INT8, 32, minimums=False),
+    GroupedKind(INT8, 32, minimums=True),
+    GroupedKind(INT8, 16, minimums=False),
+]
+
+
+def _in_records(kind: GroupedKind, experts: int, n: int, k: int) -> GroupedRows:
+    """Random matrices of experts; of groups of 128 columns, all columns are one."""
+    bits, rows = 8 if kind.codes == INT8 else 4, experts * n
+    codes = torch.randint(0, 1 << bits, (rows, k), dtype=torch.uint8, device="cuda")
+    groups = k // kind.group if k % kind.group == 0 else 1
+    # Values with a deviation of 2 * k ** -0.5, as those of the tests of 16 bits.
+    scales = (0.5 + torch.rand(rows, groups, device="cuda")) * k**-0.5
+    middle, minimums, levels = 1 << bits - 1, None, None
+    if kind.codes in (E2M1, TABLE):
+        positive = torch.tensor(E2M1_VALUES)
+        levels = torch.cat([positive, -positive]) if kind.codes == E2M1 else torch.randn(16) * 2
+        middle = 0
+    else:
+        scales *= 8 / middle / 2
+    if kind.minimums:
+        minimums, middle = -scales * middle + torch.randn_like(scales) * k**-0.5, 0
+    found = pack(codes, bits, scales, minimums, middle, levels)
+    assert found.kind == kind
+    return found
+
+
+def _check_records(
+    kind: GroupedKind,
+    shape: tuple[int, int, int, int],
+    tokens: int,
+    gate: int,
+    routing: str = "spread",
+) -> None:
+    """A product with experts [E, n, k], k of a token, is that of float64."""
+    experts, top_k, n, k = shape
+    weight = _in_records(kind, experts, n, k)
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    bias = torch.randn(experts, n, device="cuda").bfloat16()
+    routed, many = Routed(tokens, experts, top_k, "cuda"), tokens * top_k
+    router = Router(Routing(top_k, renormalize=True), experts)
+    tile = tile_of(tokens, experts, top_k, kind)
+    route(_logits(tokens, experts, routing), router, routed, tile=tile)
+    gathered = torch.zeros(many, k, dtype=x.dtype, device="cuda")
+    gather(x, routed, num_tokens=tokens, out=gathered)
+    out = Guarded(many, n if gate == PLAIN else n // 2, dtype=torch.bfloat16)
+    taken = x if tokens == 1 else gathered
+    product(taken, weight, bias, routed, num_tokens=tokens, out=out.tensor, gate=gate)
+    found = out.check()[routed.positions.long()]
+    expected = _sums(x, dequantized(weight).view(experts, n, k), bias, routed)
+    if gate != PLAIN:  # rows of gate and up by turns
+        halves = expected.view(many, n // 16, 2, 8).transpose(1, 2).reshape(many, n)
+        expected = silu_mul(halves) if gate == SILU else clamped_swiglu(halves)
+    assert relative_error(found, expected) < 2 * ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("gate", [PLAIN, SILU, CLAMPED])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300, 2000])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_product_takes_weights_in_records(kind: GroupedKind, tokens: int, gate: int) -> None:
+    """Neither rows nor columns are whole tiles."""
+    k = 280 if kind.group == 128 else 288  # a group of all columns is cut if it can be
+    _check_records(kind, (16, 2, 416, k), tokens, gate)
+
+
+@pytest.mark.parametrize("routing", ["spread", "zipf", "same"])
+@pytest.mark.parametrize("tokens", [1, 8, 63, 64, 65, 500])
+def test_a_product_of_the_size_of_gpt_oss(tokens: int, routing: str) -> None:
+    _check_records(GPT_OSS, (8, 4, 5760, 2880), tokens, CLAMPED, routing)
+    _check_records(GPT_OSS, (8, 4, 2880, 2880), tokens, PLAIN, routing)
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 16, 16), (8, 2, 32, 2048), (4, 1, 2064, 128)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 20, 700])
+def test_a_product_of_experts_smaller_than_a_tile(
+    tokens: int, shape: tuple[int, int, int, int]
+) -> None:
+    _check_records(GroupedKind(E2M1, 16, minimums=False), shape, tokens, PLAIN)
+
+
+@pytest.mark.parametrize("kind", [GPT_OSS, GroupedKind(INT4, 32, minimums=True)], ids=str)
+def test_a_row_has_the_same_product_with_records_alone_and_among_others(
+    kind: GroupedKind,
+) -> None:
+    experts, n, k = 4, 208, 416
+    weight = _in_records(kind, experts, n, k)
+    x = torch.randn(600, k, device="cuda").bfloat16()
+    logits = _logits(600, experts, "zipf")
+    router = Router(Routing(1, renormalize=True), experts)
+
+    def run(first: int, last: int) -> Tensor:
+        count = last - first
+        routed = Routed(count, experts, 1, "cuda")
+        tile = tile_of(count, experts, 1, kind)
+        route(logits[first:last].contiguous(), router, routed, tile=tile)
+        gathered = torch.zeros(count, k, dtype=x.dtype, device="cuda")
+        gather(x[first:last].contiguous(), routed, num_tokens=count, out=gathered)
+        out = torch.zeros(count, n, dtype=x.dtype, device="cuda")
+        product(gathered, weight, None, routed, num_tokens=count, out=out)
+        return out[routed.positions.long()]
+
+    whole = run(0, 600)
+    for first, last in ((0, 1), (3, 5), (100, 164), (200, 400)):
+        assert torch.equal(run(first, last), whole[first:last])
+
+
+def test_records_that_are_not_those_of_the_experts_are_refused() -> None:
+    routed = Routed(4, 8, 2, "cuda")
+    x = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
+    out = x.new_zeros(8, 32)
+    for experts, message in ((7, "224 rows of 8 experts"), (4, "a multiple of 16 for each")):
+        weight = _in_records(GPT_OSS, experts, 32 if experts == 7 else 16, 64)
+        with pytest.raises(ValueError, match=message):
+            product(x, weight, None, routed, num_tokens=4, out=out)
+    narrow = _in_records(GPT_OSS, 8, 32, 96)
+    with pytest.raises(ValueError, match="expected as many columns"):
+        product(x, narrow, None, routed, num_tokens=4, out=out)
+    quantised = ScaledRows.empty(8, 64, "cuda", torch.int8)
+    with pytest.raises(ValueError, match=r"expected as many columns, torch\.bfloat16"):
+        weight = _in_records(GPT_OSS, 8, 32, 64)
+        product(quantised, weight, None, routed, num_tokens=4, out=out)
 
 
 def test_a_token_has_the_same_result_alone_and_among_others() -> None:

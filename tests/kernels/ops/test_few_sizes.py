@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from inflight_kernels.ops.linear.grouped_rows import E2M1, GroupedKind
+from inflight_kernels.ops.linear.grouped_rows import E2M1, KINDS, GroupedKind
 from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES
-from inflight_kernels.ops.moe import few, few_sizes
+from inflight_kernels.ops.moe import few_sizes
 from inflight_kernels.ops.moe.few_sizes import Sizes
 
 QWEN3 = Sizes(hidden=2048, width=768, num_experts=128, top_k=8, num_groups=1, item_bytes=2)
@@ -35,7 +35,7 @@ def _in_codes(sizes: Sizes, kind: GroupedKind = MXFP4) -> Sizes:
         QWEN3,
         GPT_OSS,
         dataclasses.replace(QWEN3, item_bytes=1),
-        *(_in_codes(sizes, kind) for sizes in (QWEN3, GPT_OSS) for kind in few.KINDS),
+        *(_in_codes(sizes, kind) for sizes in (QWEN3, GPT_OSS) for kind in KINDS),
     ],
 )
 def test_a_token_fits_and_blocks_of_both_kernels_share_a_multiprocessor(sizes: Sizes) -> None:
@@ -47,7 +47,7 @@ def test_a_token_fits_and_blocks_of_both_kernels_share_a_multiprocessor(sizes: S
 
 def test_shared_memory_of_what_fits_is_within_the_limit() -> None:
     of_values = [dataclasses.replace(QWEN3, item_bytes=item_bytes) for item_bytes in (1, 2)]
-    for sizes in (*of_values, *(_in_codes(QWEN3, kind) for kind in few.KINDS)):
+    for sizes in (*of_values, *(_in_codes(QWEN3, kind) for kind in KINDS)):
         for num_tokens in range(1, 9):
             if sizes.fits(num_tokens):
                 assert max(sizes.gate_up_shared(num_tokens)) <= MAX_SHARED_BYTES
@@ -85,7 +85,7 @@ def test_rows_of_down_are_whole_records() -> None:
     assert not _in_codes(sizes).fits(1)
 
 
-@pytest.mark.parametrize("kind", few.KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_records_are_in_flight_as_many_bytes_as_values_are(kind: GroupedKind) -> None:
     per_unit = -(-4096 // kind.record_bytes)
     for num_tokens in (1, 2):

@@ -90,6 +90,20 @@ class GroupedMatrix:
         )
         return [self._like(*part) for part in parts]
 
+    def column_parts(self, count: int) -> list[GroupedMatrix]:
+        """So many parts with equal numbers of consecutive columns, which are whole groups of a
+        matrix whose columns are in order; views."""
+        minimums: Sequence[Tensor | None] = [None] * count
+        if self.minimums is not None:
+            minimums = torch.chunk(self.minimums, count, 1)
+        parts = zip(
+            torch.chunk(self.codes, count, 1),
+            torch.chunk(self.scales, count, 1),
+            minimums,
+            strict=True,
+        )
+        return [self._like(*part) for part in parts]
+
     def to(self, device: torch.device) -> GroupedMatrix:
         """On a device."""
 
@@ -126,6 +140,9 @@ def in_one_kind(parts: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
 def _widened(matrix: GroupedMatrix, bits: int, group: int) -> GroupedMatrix:
     """The same values with minimums instead of a zero."""
     times = matrix.group // group
+    if matrix.codes.is_meta:  # see `matrix.quantize`
+        factors = torch.empty(matrix.shape[0], matrix.shape[1] // group, device="meta")
+        return GroupedMatrix(matrix.codes, bits, factors, factors)
     scales = matrix.scales.repeat_interleave(times, 1)
     if matrix.minimums is None:
         minimums = -matrix.zero * scales

@@ -5,15 +5,13 @@ Shapes are those of `layers.linear`: T valid tokens, in buffers with more rows.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.linear import grouped, grouped_gemm
-from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows, can_pack, pack
+from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows
 from inflight_kernels.ops.linear.operands import Input
 from inflight_kernels.runtime.launch import is_hopper
 
@@ -113,17 +111,3 @@ class CudaGroupedLinear:
                 gated=gated,
                 pdl=True,
             )
-
-
-def is_supported(matrix: GroupedMatrix) -> bool:
-    """Whether kernels multiply a matrix of codes. Those with columns in another order than x they
-    do not."""
-    has_form = matrix.levels is None or matrix.minimums is None
-    return matrix.columns is None and has_form and can_pack(matrix.shape[1], matrix.group)
-
-
-def packed(matrix: GroupedMatrix) -> GroupedRows:
-    """As kernels read it, on its device."""
-    return pack(
-        matrix.codes, matrix.bits, matrix.scales, matrix.minimums, matrix.zero, matrix.levels
-    )

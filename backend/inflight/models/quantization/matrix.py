@@ -75,8 +75,11 @@ def row_parts(matrix: M, rows: list[int]) -> Sequence[M]:
 
 
 def column_parts(matrix: Matrix, count: int) -> Sequence[Matrix]:
-    """So many parts with equal numbers of consecutive columns; views."""
-    if isinstance(matrix, GroupedMatrix):  # a group may be wider than a part
+    """So many parts with equal numbers of consecutive columns; views, unless groups have columns of
+    several parts, which are dequantised."""
+    if isinstance(matrix, GroupedMatrix):
+        if matrix.columns is None and matrix.shape[1] // count % matrix.group == 0:
+            return matrix.column_parts(count)
         matrix = matrix.dequantized()
     values = matrix.values if isinstance(matrix, QuantizedMatrix) else matrix
     parts = torch.split(values, values.shape[1] // count, 1)

@@ -61,7 +61,7 @@ class GroupedWeights:
         return self._rest.read_matrix(name) if matrix is None else matrix.read()
 
     def shaped_matrix(self, name: str) -> Matrix:
-        """`read_matrix` on the meta device."""
+        """On the meta device; columns of codes are taken to be in order."""
         matrix = self._matrices.get(name)
         if matrix is not None:
             return matrix.shaped()

@@ -6,7 +6,11 @@
 // consumer warpgroups multiply from it, 64 rows of the weight each. Blocks iterate over the list of
 // tiles: a skewed routing makes the list longer, not a block's share. In a PAIR, a cluster of two
 // blocks has the same rows of x, of which each block loads half and multicasts it to both.
+//
+// A weight has values of x's type, or is in the records of grouped.cuh. Only the copies of the
+// weight and the products of stages differ: `Values` and `Codes` have them.
 #include "linear/gemm_hopper.cuh"
+#include "linear/grouped_hopper.cuh"
 #include "moe/gates.cuh"
 #include "moe/tile.cuh"
 
@@ -60,19 +64,104 @@ struct Operands {
     int is_history;  // whether the plan is history, see pdl_launch_dependents
 };
 
-// In: type of x and weight.
-template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE, bool PAIR>
-__device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& weight,
+// A weight of all experts whose values have the type of x's, [num_experts * n, k].
+template <typename In, int ROWS>
+struct Values {
+    using X = In;
+    using Place = unsigned long long;  // descriptor of a warpgroup's rows in the first stage
+
+    static constexpr int BOXES = 1;           // of 128 bytes of each row of x, in a stage
+    static constexpr int BYTES = ROWS * 128;  // of a stage
+
+    const TensorMap& map;
+
+    __device__ __forceinline__ void prefetch() const { prefetch_tensor_map(&map); }
+
+    // Of a stage, with so many rows left of the expert.
+    static __device__ __forceinline__ int bytes(int) { return BYTES; }
+
+    // The stage `step` of the rows at and behind `row` of all experts.
+    __device__ __forceinline__ void copy(char* stage, int row, int, int step,
+                                         Barrier* barrier) const {
+        tma_load(stage, &map, row, step * STAGE_DEPTH<In>, barrier);
+    }
+
+    static __device__ __forceinline__ Place place(const char* ring, int warp) {
+        return smem_descriptor(ring + warp / 4 * 64 * 128);
+    }
+
+    // The stages from `first` to before `last`. STAGE: bytes.
+    template <int N, int TOKENS, int STAGE, int STAGES, class Release>
+    __device__ __forceinline__ void multiply(Sum<In> (&acc)[TOKENS / 2], Place rows,
+                                             unsigned long long tokens, Barrier* full, int& slot,
+                                             int& parity, int first, int last,
+                                             const Release& release) const {
+        multiply_steps<In, N, STAGE / static_cast<int>(sizeof(In)), STAGES>(
+            acc, rows, tokens, full, slot, parity, first, last, release);
+    }
+};
+
+// A weight of all experts in records R, those of an expert's rows, a multiple of 16, behind those
+// of the expert before.
+template <class R, int ROWS>
+struct Codes {
+    using X = __nv_bfloat16;
+    using Place = unsigned;  // address of a warp's record in the first stage
+
+    static constexpr int BOXES = 2;
+    // Up to where x is, in whole atoms of its swizzle.
+    static constexpr int BYTES = (ROWS / grouped::ROWS * R::BYTES + 1023) / 1024 * 1024;
+
+    const unsigned char* records;
+    int k;
+    grouped::Table table;
+
+    __device__ __forceinline__ void prefetch() const {}
+
+    // Nothing is copied in the place of rows past the expert's, whose sums are not stored.
+    static __device__ __forceinline__ int bytes(int rows_left) {
+        return min(ROWS, rows_left) / grouped::ROWS * R::BYTES;
+    }
+
+    __device__ __forceinline__ void copy(char* stage, int row, int rows_left, int step,
+                                         Barrier* barrier) const {
+        const int row_tile = row / grouped::ROWS, count = min(ROWS, rows_left) / grouped::ROWS;
+        for (int i = 0; i < count; i++)
+            grouped::bulk_copy(stage + i * R::BYTES,
+                               records + R::offset(row_tile + i, k) +
+                                   static_cast<long long>(step) * R::BYTES,
+                               R::BYTES, barrier);
+    }
+
+    static __device__ __forceinline__ Place place(const char* ring, int warp) {
+        return shared_address(ring) + warp * R::BYTES;
+    }
+
+    template <int N, int TOKENS, int STAGE, int STAGES, class Release>
+    __device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], Place record,
+                                             unsigned long long tokens, Barrier* full, int& slot,
+                                             int& parity, int first, int last,
+                                             const Release& release) const {
+        grouped::multiply_records<R, N, TOKENS, STAGE, STAGES>(
+            acc, record, tokens, table, full, slot, parity, last - first, true, release);
+    }
+};
+
+// Weight: `Values` or `Codes`.
+template <class Weight, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE,
+          bool PAIR>
+__device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weight,
                                          const Operands& at, T* out) {
+    using In = typename Weight::X;
     constexpr bool SCALED = sizeof(In) == 1;
-    constexpr int DEPTH = STAGE_DEPTH<In>;
-    constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
+    constexpr int BOXES = Weight::BOXES, DEPTH = BOXES * STAGE_DEPTH<In>;
+    constexpr int STAGE = Weight::BYTES + BOXES * TOKENS * 128;  // bytes
     constexpr int COLUMNS = GROUP_COLUMNS<GATE>, STRIDE = COLUMNS + 8;
     constexpr int SHARES = PAIR ? 2 : 1, BOX = CHUNK<TOKENS> / SHARES;
     constexpr int CHUNKS = TOKENS / CHUNK<TOKENS>;  // of a full tile
 
     extern __shared__ char memory[];
-    In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
+    char* const ring = memory + (-shared_address(memory) & 1023);
     T* const staging = reinterpret_cast<T*>(ring + STAGES * STAGE);
     Barrier* const full = reinterpret_cast<Barrier*>(staging + GROUPS * CHUNK<TOKENS> * STRIDE);
     Barrier* const empty = full + STAGES;
@@ -99,35 +188,41 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
     if (warp >= GROUPS * 4) {
         if (GROUPS > 1) warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp != GROUPS * 4 || lane != 0) return;
-        prefetch_tensor_map(&weight);
+        weight.prefetch();
         prefetch_tensor_map(&x);
         if (!at.is_history) pdl_wait();
         const int units = load_l2(at.num_tiles) * row_tiles;
+        const auto first_row = [&](int unit) { return (unit % row_tiles * SHARES + rank) * ROWS; };
         const auto copy_weight = [&](int slot, const Tile& tile, int unit, int step) {
-            const int row = (unit % row_tiles * SHARES + rank) * ROWS;
-            tma_load(ring + slot * STAGE, &weight, tile.expert * at.n + row, step * DEPTH,
-                     full + slot);
+            const int row = first_row(unit);
+            weight.copy(ring + slot * STAGE, tile.expert * at.n + row, at.n - row, step,
+                        full + slot);
         };
         const auto copy_x = [&](int slot, const Tile& tile, int step) {
-            In* const target = ring + slot * STAGE + (ROWS + rank * BOX) * DEPTH;
             const int row = (at.first_row < 0 ? tile.first : at.first_row) + rank * BOX;
-            if constexpr (CHUNKS == 1) {
-                tma_load(target, &x, row, step * DEPTH, full + slot);
-            } else {
-                for (int from = 0; from < tile.count; from += CHUNK<TOKENS>) {
-                    if constexpr (PAIR)
-                        tma_load_multicast(target + from * DEPTH, &x, row + from, step * DEPTH,
-                                           full + slot);
-                    else
-                        tma_load(target + from * DEPTH, &x, row + from, step * DEPTH, full + slot);
+#pragma unroll
+            for (int box = 0; box < BOXES; box++) {
+                char* const target =
+                    ring + slot * STAGE + Weight::BYTES + (box * TOKENS + rank * BOX) * 128;
+                const int column = step * DEPTH + box * STAGE_DEPTH<In>;
+                if constexpr (CHUNKS == 1) {
+                    tma_load(target, &x, row, column, full + slot);
+                } else {
+                    for (int from = 0; from < tile.count; from += CHUNK<TOKENS>) {
+                        if constexpr (PAIR)
+                            tma_load_multicast(target + from * 128, &x, row + from, column,
+                                               full + slot);
+                        else
+                            tma_load(target + from * 128, &x, row + from, column, full + slot);
+                    }
                 }
             }
         };
-        const auto expect = [&](int slot, const Tile& tile) {
+        const auto expect = [&](int slot, const Tile& tile, int unit) {
             const int chunks =
                 CHUNKS == 1 ? 1 : (tile.count + CHUNK<TOKENS> - 1) / CHUNK<TOKENS>;
-            arrive_expect_tx(full + slot, (ROWS + chunks * CHUNK<TOKENS>)*DEPTH *
-                                              static_cast<int>(sizeof(In)));
+            arrive_expect_tx(full + slot, weight.bytes(at.n - first_row(unit)) +
+                                              BOXES * chunks * CHUNK<TOKENS> * 128);
         };
         int slot = 0, parity = 0, step = 0;
         Tile tile = {};
@@ -136,7 +231,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             // No kernel writes weights: they may be fetched before the preceding kernel has ended.
             const int ahead = min(STAGES, steps);
             for (int s = 0; s < ahead; s++) {
-                expect(s, tile);
+                expect(s, tile, first_unit);
                 copy_weight(s, tile, first_unit, s);
             }
             if (at.is_history) pdl_wait();
@@ -151,7 +246,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             if (unit + next_unit < units) next = load_l2(at.tiles + (unit + next_unit) / row_tiles);
             for (; step < steps; step++) {
                 barrier_wait(empty + slot, parity ^ 1);
-                expect(slot, tile);
+                expect(slot, tile, unit);
                 copy_weight(slot, tile, unit, step);
                 copy_x(slot, tile, step);
                 if (++slot == STAGES) {
@@ -177,8 +272,8 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
     const int group = warp / 4, g = lane / 4, q = lane % 4, thread = threadIdx.x % 128;
     const int units = load_l2(at.num_tiles) * row_tiles;
     const int width = GATE == PLAIN ? at.n : at.n / 2;  // of out
-    const unsigned long long rows = smem_descriptor(ring + group * 64 * DEPTH);
-    const unsigned long long tokens = smem_descriptor(ring + ROWS * DEPTH);
+    const typename Weight::Place rows = Weight::place(ring, warp);
+    const unsigned long long tokens = smem_descriptor(ring + Weight::BYTES);
     T* const staged = staging + group * CHUNK<TOKENS> * STRIDE;
     const auto release = [&](int slot) {
         if constexpr (PAIR) {
@@ -208,22 +303,25 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             constexpr int ONE = CHUNK<TOKENS>, TWO = TOKENS > 64 ? 128 : TOKENS,
                           THREE = TOKENS > 128 ? 192 : TOKENS;
             if (ONE < TWO && tile.count <= ONE)
-                multiply_steps<In, ONE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
-                                                      first_step, last_step, release);
+                weight.template multiply<ONE, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                               first_step, last_step, release);
             else if (TWO < THREE && tile.count <= TWO)
-                multiply_steps<In, TWO, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
-                                                      first_step, last_step, release);
+                weight.template multiply<TWO, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                               first_step, last_step, release);
             else if (THREE < TOKENS && tile.count <= THREE)
-                multiply_steps<In, THREE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
-                                                        first_step, last_step, release);
+                weight.template multiply<THREE, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                               first_step, last_step, release);
             else
-                multiply_steps<In, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
-                                                         first_step, last_step, release);
+                weight.template multiply<TOKENS, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                               first_step, last_step, release);
         };
-        if constexpr (SCALED) {
+        // Also where the first products overwrite them: the compiler makes products wait for each
+        // other if some of their registers are set between them, as it would for a tile with few
+        // rows.
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
-            fence_operand(acc);
+        for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
+        fence_operand(acc);
+        if constexpr (SCALED) {
             for (int step = 0; step < steps; step += PROMOTED_STAGES) {
                 multiply(step, min(step + PROMOTED_STAGES, steps));
 #pragma unroll
@@ -295,7 +393,9 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                     int is_history) {
     const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,
                                   n,          k,             first_row, is_history};
-    experts::mainloop<In, T, TOKENS, ROWS, GROUPS, STAGES, GATE, false>(x, weight, at, out);
+    const experts::Values<In, ROWS> values = {weight};
+    experts::mainloop<experts::Values<In, ROWS>, T, TOKENS, ROWS, GROUPS, STAGES, GATE, false>(
+        x, values, at, out);
 }
 
 // The same with a cluster of two blocks per tile of x.
@@ -308,5 +408,24 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                           int is_history) {
     const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,
                                   n,          k,             first_row, is_history};
-    experts::mainloop<In, T, TOKENS, ROWS, GROUPS, STAGES, GATE, true>(x, weight, at, out);
+    const experts::Values<In, ROWS> values = {weight};
+    experts::mainloop<experts::Values<In, ROWS>, T, TOKENS, ROWS, GROUPS, STAGES, GATE, true>(
+        x, values, at, out);
+}
+
+// experts_product with a weight in records R [experts * n / 16, chunks of k, R::BYTES], n a
+// multiple of 16. x has 16 bits. Table: of codes that are indices; null for others. Dynamic shared
+// memory: STAGES * (ROWS / 16 records, rounded up to 1024 bytes, and TOKENS * 256 + 16) instead.
+template <class R, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>
+__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    experts_product_codes(const __grid_constant__ TensorMap x, const unsigned char* records,
+                          const grouped::Table* table, const T* bias, const Tile* tiles,
+                          const int* num_tiles, T* out, int n, int k, int first_row,
+                          int is_history) {
+    const experts::Operands at = {nullptr, nullptr, bias,      tiles,     num_tiles,
+                                  n,       k,       first_row, is_history};
+    experts::Codes<R, ROWS> codes = {records, k, {}};
+    if constexpr (R::CODES == grouped::TABLE) codes.table = *table;
+    experts::mainloop<experts::Codes<R, ROWS>, T, TOKENS, ROWS, GROUPS, STAGES, GATE, false>(
+        x, codes, at, out);
 }

@@ -15,14 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.linear.grouped_rows import (
-    E2M1,
-    INT4,
-    INT8,
-    TABLE,
-    GroupedKind,
-    GroupedRows,
-)
+from inflight_kernels.ops.linear.grouped_rows import KINDS, GroupedRows
 from inflight_kernels.ops.linear.operands import (
     NormedRows,
     Operand,
@@ -37,7 +30,13 @@ from inflight_kernels.ops.moe.few_sizes import (
     THREADS,
     Sizes,
 )
-from inflight_kernels.ops.moe.products import CLAMPED, SILU
+from inflight_kernels.ops.moe.products import (
+    CLAMPED,
+    SILU,
+    ExpertsWeight,
+    input_type,
+    type_of,
+)
 from inflight_kernels.ops.moe.routing import Router
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
@@ -57,15 +56,6 @@ _VECTORS_PER_THREAD = (1, 2, 4)
 
 _STORAGE = STORAGE_TYPES[torch.bfloat16]
 
-KINDS = (
-    *(GroupedKind(E2M1, group, False) for group in (32, 16)),
-    *(GroupedKind(INT4, group, minimums) for group in (32, 128) for minimums in (False, True)),
-    *(GroupedKind(INT8, 32, minimums) for minimums in (False, True)),
-    GroupedKind(INT8, 16, False),
-    GroupedKind(TABLE, 32, False),
-)
-"""Of weights that are GroupedRows."""
-
 
 def new_choice(device: torch.device | str) -> Tensor:
     """Memory for what tokens choose, from `gate_up` to `down`."""
@@ -78,12 +68,12 @@ class GateUp:
 
     Attributes:
         weight: [E, 2 * w, d], rows of gate and up by turns of GATE_ROWS; or [E * 2 * w, d] of one
-            of KINDS.
+            records.
         bias: [E, 2 * w], or None.
         gate: SILU or CLAMPED.
     """
 
-    weight: Operand | GroupedRows
+    weight: ExpertsWeight
     bias: Tensor | None
     gate: int
 
@@ -93,11 +83,11 @@ class Down:
     """The last linear layer of experts.
 
     Attributes:
-        weight: [E, d, w]; or [E * d, w] of one of KINDS.
+        weight: [E, d, w]; or [E * d, w] in records.
         bias: [E, d], or None.
     """
 
-    weight: Operand | GroupedRows
+    weight: ExpertsWeight
     bias: Tensor | None
 
 
@@ -184,7 +174,7 @@ def gate_up(
     """
     values, weight = values_of(x), layer.weight
     sizes = _check_gate_up(len(values), router, layer, choice, out)
-    check("x", values, (len(values), sizes.hidden), _dtype_of_x(weight))
+    check("x", values, (len(values), sizes.hidden), input_type(type_of(weight)))
     if logits.shape != (len(values), router.columns) or logits.dtype != torch.float32:
         raise ValueError(
             f"logits are {logits.dtype} {list(logits.shape)}; expected float32 "
@@ -284,7 +274,7 @@ def _check_gate_up(
 
 
 def _check_sizes(
-    num_tokens: int, hidden: int, width: int, weight: Operand | GroupedRows, router: Router
+    num_tokens: int, hidden: int, width: int, weight: ExpertsWeight, router: Router
 ) -> Sizes:
     if not is_hopper():
         raise ValueError("experts require a Hopper GPU")
@@ -297,7 +287,7 @@ def _check_sizes(
         router.num_experts,
         router.all_top_k,
         router.routing.num_groups,
-        _dtype_of_x(weight).itemsize,
+        input_type(type_of(weight)).itemsize,
         weight.kind if isinstance(weight, GroupedRows) else None,
     )
     if not sizes.fits(num_tokens):
@@ -305,15 +295,10 @@ def _check_sizes(
     return sizes
 
 
-def _check_experts(
-    weight: Operand | GroupedRows, bias: Tensor | None, shape: tuple[int, int, int]
-) -> None:
+def _check_experts(weight: ExpertsWeight, bias: Tensor | None, shape: tuple[int, int, int]) -> None:
     experts, rows, columns = shape
     if isinstance(weight, GroupedRows):
         weight.check("weight", experts * rows, columns)
-        if weight.kind not in KINDS:
-            allowed = ", ".join(kind.name for kind in KINDS)
-            raise ValueError(f"weight is of {weight.kind.name}; allowed: {allowed}")
     else:
         values = values_of(weight)
         check("weight", values, shape, values.dtype)
@@ -345,7 +330,7 @@ def _check_stream(x: NormedRows | SummedRows, out: Tensor) -> tuple[Tensor | int
     return x.residual, x.total
 
 
-def _shape_of_expert(weight: Operand | GroupedRows, num_experts: int) -> tuple[int, int]:
+def _shape_of_expert(weight: ExpertsWeight, num_experts: int) -> tuple[int, int]:
     """(n, k) of one matrix."""
     if isinstance(weight, GroupedRows):
         return weight.n // num_experts, weight.k
@@ -353,17 +338,17 @@ def _shape_of_expert(weight: Operand | GroupedRows, num_experts: int) -> tuple[i
     return n, k
 
 
-def _dtype_of_x(weight: Operand | GroupedRows) -> torch.dtype:
-    return torch.bfloat16 if isinstance(weight, GroupedRows) else values_of(weight).dtype
-
-
-def _type_of(weight: Operand | GroupedRows) -> str:
+def _type_of(weight: ExpertsWeight) -> str:
     """What kernels are compiled for."""
-    return weight.kind.name if isinstance(weight, GroupedRows) else _value_type(_dtype_of_x(weight))
+    return (
+        weight.kind.name
+        if isinstance(weight, GroupedRows)
+        else _value_type(input_type(type_of(weight)))
+    )
 
 
 def _arguments(
-    weight: Operand | GroupedRows, bias: Tensor | None
+    weight: ExpertsWeight, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | int, Tensor | int]:
     """Of both kernels: the weight, the scales of its rows, and the bias."""
     added = 0 if bias is None else bias
@@ -372,7 +357,7 @@ def _arguments(
     return values_of(weight), weight.scales if isinstance(weight, ScaledRows) else 0, added
 
 
-def _table_of(weight: Operand | GroupedRows) -> Tensor | int:
+def _table_of(weight: ExpertsWeight) -> Tensor | int:
     table = weight.table if isinstance(weight, GroupedRows) else None
     return 0 if table is None else table
 

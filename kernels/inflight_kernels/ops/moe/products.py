@@ -14,6 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inflight_kernels.ops.linear import grouped_rows
+from inflight_kernels.ops.linear.grouped_rows import (
+    RECORD_COLUMNS,
+    RECORD_ROWS,
+    GroupedKind,
+    GroupedRows,
+)
 from inflight_kernels.ops.linear.operands import (
     MAX_SHARED_BYTES,
     STAGE_DEPTH_BYTES,
@@ -43,8 +50,29 @@ PLAIN, SILU, CLAMPED = 0, 1, 2
 of gpt-oss (`torch_ops.transformer.clamped_swiglu`)."""
 
 
+ExpertsWeight = Operand | GroupedRows
+"""Of all experts: [E, n, d], of quantised rows with scales [E * n]; or in records, the matrices
+[n, d] one below the other, n a multiple of RECORD_ROWS."""
+
+WeightType = torch.dtype | GroupedKind
+"""Of the values of a weight, or the kind of its records."""
+
+
+def type_of(weight: ExpertsWeight) -> WeightType:
+    """What tiles depend on."""
+    return weight.kind if isinstance(weight, GroupedRows) else values_of(weight).dtype
+
+
+def input_type(values: WeightType) -> torch.dtype:
+    """Of the rows that weights of this type are multiplied with."""
+    return torch.bfloat16 if isinstance(values, GroupedKind) else values
+
+
 _CHUNK = 64
 """Rows of x that are copied at once, as in experts_hopper.cu."""
+
+_ALIGNMENT = 1024
+"""Of x in a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +84,14 @@ class Shape:
         rows: rows of its weight.
         groups: consumer warpgroups.
         pair: whether a cluster of two blocks shares its rows of x.
+        record_bytes: of a record of the weight; 0 if it has values of x's type.
     """
 
     tokens: int
     rows: int
     groups: int = 1
     pair: bool = False
+    record_bytes: int = 0
 
     @property
     def box(self) -> int:
@@ -91,7 +121,11 @@ class Shape:
 
     @property
     def _step_bytes(self) -> int:
-        return (self.tokens + self.rows) * STAGE_DEPTH_BYTES + 16
+        if not self.record_bytes:
+            return (self.tokens + self.rows) * STAGE_DEPTH_BYTES + 16
+        records = self.rows // RECORD_ROWS * self.record_bytes
+        x_bytes = self.tokens * RECORD_COLUMNS * torch.bfloat16.itemsize
+        return -(-records // _ALIGNMENT) * _ALIGNMENT + x_bytes + 16
 
     @property
     def _other_bytes(self) -> int:
@@ -110,23 +144,33 @@ _MANY = Shape(256, 128, 2, pair=True)
 _MANY_BYTES = Shape(128, 128, 2, pair=True)
 
 
+# Two consumers decode, so that one's products hide the other's arithmetic.
+_CODES_ROWS, _CODES_GROUPS = 128, 2
+
+
 @functools.lru_cache(maxsize=4096)
-def tile_of(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype) -> int:
+def tile_of(num_tokens: int, num_experts: int, top_k: int, values: WeightType) -> int:
     """Rows of an expert that are multiplied at once: as many as hardly any expert exceeds if tokens
     are spread evenly, since a second tile reads the weight again.
 
     Args:
         num_tokens, num_experts, top_k: T, E and k.
-        dtype: of the weights.
+        values: of the weights.
     """
     mean = num_tokens * top_k / num_experts
     likely = min(mean + 3 * math.sqrt(mean) + 1, num_tokens)
-    most = _many(dtype.itemsize).tokens
+    most = _many(values).tokens
     return next((size for size in (*_FEW_TOKENS, _SOME.tokens) if likely <= size < most), most)
 
 
-def _many(itemsize: int) -> Shape:
-    return _MANY_BYTES if itemsize == 1 else _MANY
+def _many(values: WeightType) -> Shape:
+    if isinstance(values, GroupedKind):
+        return _shape_for_codes(_SOME.tokens, values)
+    return _MANY_BYTES if values.itemsize == 1 else _MANY
+
+
+def _shape_for_codes(tokens: int, kind: GroupedKind) -> Shape:
+    return Shape(tokens, _CODES_ROWS, _CODES_GROUPS, record_bytes=kind.record_bytes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,7 +181,7 @@ def shape_of(
     num_tokens: int,
     num_experts: int,
     top_k: int,
-    itemsize: int,
+    values: WeightType,
     num_sms: int,
 ) -> Shape:
     """The shape of a product's tiles.
@@ -146,13 +190,15 @@ def shape_of(
         tile: from `tile_of`.
         n, k: rows and columns of an expert's weight.
         num_tokens, num_experts, top_k: T, E and experts per token.
-        itemsize: of the weight.
+        values: of the weight.
         num_sms: multiprocessors of the device.
     """
+    if isinstance(values, GroupedKind):
+        return _shape_for_codes(tile, values)
     if tile > _FEW_TOKENS[-1]:
-        many = _many(itemsize)
+        many = _many(values)
         return many if tile == many.tokens else _SOME
-    if k * itemsize <= _SHORT_BYTES and num_tokens > 1:
+    if k * values.itemsize <= _SHORT_BYTES and num_tokens > 1:
         return Shape(tile, 128, 2)
     # Distinct experts of so many tokens.
     experts = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
@@ -165,7 +211,7 @@ def shape_of(
 
 def product(
     x: Operand,
-    weight: Operand,
+    weight: ExpertsWeight,
     bias: Tensor | None,
     routed: Routed,
     *,
@@ -179,7 +225,7 @@ def product(
     Args:
         x: [T * k or more, d] sorted as `gather` does; or [1, d] for a single token's experts.
         weight: [E, n, d]; with a gate, GATE_ROWS rows of gate and as many of up by turns. Quantised
-            if x is, with scales [E * n].
+            if x is, and of the same type; or in records with x in bfloat16.
         bias: [E, n] in the order of the weight's rows, or None.
         routed: from `route` with `tile_of` these tokens.
         num_tokens: T.
@@ -192,25 +238,21 @@ def product(
         ValueError: wrong shape or type of an operand.
         RuntimeError: not a Hopper GPU.
     """
-    rows, matrix = values_of(x), values_of(weight)
-    num_experts, n, k = matrix.shape
-    num_rows, is_single = num_tokens * routed.top_k, len(rows) == 1
-    value_type = _check_operands(x, weight, bias, routed, num_tokens, out, gate)
+    n, k = _check_operands(x, weight, bias, routed, num_tokens, out, gate)
     if not num_tokens:
         return
     if not is_hopper():
         raise RuntimeError("this kernel requires a Hopper GPU")
-    tile = tile_of(num_tokens, num_experts, routed.top_k, matrix.dtype)
-    sms = num_multiprocessors()
-    cut = shape_of(tile, n, k, num_tokens, num_experts, routed.top_k, matrix.itemsize, sms)
-    depth = STAGE_DEPTH_BYTES // matrix.itemsize
-    kernel("experts_hopper", _name(cut, value_type, gate))(
+    rows, values, sms = values_of(x), type_of(weight), num_multiprocessors()
+    num_experts, top_k = routed.num_experts, routed.top_k
+    num_rows, is_single = num_tokens * top_k, len(rows) == 1
+    tile = tile_of(num_tokens, num_experts, top_k, values)
+    cut = shape_of(tile, n, k, num_tokens, num_experts, top_k, values, sms)
+    kernel("experts_hopper", _name(cut, values, gate))(
         cut.blocks(min(num_experts, num_rows) + num_rows // cut.tokens, n, sms),
         cut.threads,
-        matrix_map(rows, (cut.box, depth), 128),
-        matrix_map(matrix.view(num_experts * n, k), (cut.rows, depth), 128),
-        x.scales if isinstance(x, ScaledRows) else 0,
-        weight.scales if isinstance(weight, ScaledRows) else 0,
+        matrix_map(rows, (cut.box, STAGE_DEPTH_BYTES // rows.itemsize), 128),
+        *_weight_arguments(x, weight, cut),
         0 if bias is None else bias,
         routed.tiles,
         routed.num_tiles,
@@ -224,59 +266,102 @@ def product(
     )
 
 
-def _name(cut: Shape, value_type: str, gate: int) -> str:
-    kind = "experts_product_pairs" if cut.pair else "experts_product"
-    out = STORAGE_TYPES[torch.bfloat16]
+def _weight_arguments(x: Operand, weight: ExpertsWeight, cut: Shape) -> tuple[object, ...]:
+    """Of the kernel: the weight, and all scales."""
+    if isinstance(weight, GroupedRows):
+        return weight.records, 0 if weight.table is None else weight.table
+    matrix = values_of(weight)
+    box = cut.rows, STAGE_DEPTH_BYTES // matrix.itemsize
     return (
-        f"{kind}<{value_type}, {out}, {cut.tokens}, {cut.rows}, {cut.groups}, {cut.stages}, {gate}>"
+        matrix_map(matrix.view(-1, matrix.shape[2]), box, 128),
+        x.scales if isinstance(x, ScaledRows) else 0,
+        weight.scales if isinstance(weight, ScaledRows) else 0,
     )
+
+
+def _name(cut: Shape, values: WeightType, gate: int) -> str:
+    storage = STORAGE_TYPES[torch.bfloat16]
+    if isinstance(values, GroupedKind):
+        kind, value_type = "experts_product_codes", values.name
+    else:
+        kind = "experts_product_pairs" if cut.pair else "experts_product"
+        value_type = _VALUE_TYPES[values]
+    sizes = f"{cut.tokens}, {cut.rows}, {cut.groups}, {cut.stages}"
+    return f"{kind}<{value_type}, {storage}, {sizes}, {gate}>"
+
+
+_VALUE_TYPES = {torch.bfloat16: STORAGE_TYPES[torch.bfloat16], **BYTE_TYPES}
+"""Of weights, unless they are in records: torch dtype -> C++ type."""
 
 
 def _check_operands(
     x: Operand,
-    weight: Operand,
+    weight: ExpertsWeight,
     bias: Tensor | None,
     routed: Routed,
     num_tokens: int,
     out: Tensor,
     gate: int,
-) -> str:
-    """Check the operands of `product`; returns the C++ type of x and the weight."""
-    rows, matrix = values_of(x), values_of(weight)
-    num_experts, n, k = matrix.shape
+) -> tuple[int, int]:
+    """Check the operands of `product`; returns n and k, of an expert's weight."""
+    rows = values_of(x)
+    num_experts, n, k = _check_weight(weight, routed.num_experts)
     num_rows, is_single = num_tokens * routed.top_k, len(rows) == 1
-    width = n if gate == PLAIN else n // 2
-    if rows.shape[1] != k or matrix.dtype != rows.dtype or num_experts != routed.num_experts:
+    width, values = n if gate == PLAIN else n // 2, type_of(weight)
+    if rows.shape[1] != k or rows.dtype != input_type(values) or num_experts != routed.num_experts:
         raise ValueError(
-            f"x is {rows.dtype} {list(rows.shape)} and the weight {matrix.dtype} "
-            f"{list(matrix.shape)}; expected as many columns, the same type and "
-            f"{routed.num_experts} experts"
+            f"x is {rows.dtype} {list(rows.shape)} and the weight {values} {[num_experts, n, k]}; "
+            f"expected as many columns, {input_type(values)} and {routed.num_experts} experts"
         )
     if (is_single and num_tokens != 1) or (not is_single and len(rows) < num_rows):
         raise ValueError(f"x has {len(rows)} rows; expected {num_rows}, or 1 of a single token")
     if len(out) < num_rows:
         raise ValueError(f"out has {len(out)} rows; expected {num_rows}")
     check("out", out, (len(out), width), torch.bfloat16)
-    check("weight", matrix, (num_experts, n, k), matrix.dtype)
-    vectors_in("d", k, matrix.dtype)
+    vectors_in("d", k, rows.dtype)
     if width % 8:
         raise ValueError(f"the weight has {n} rows; out must have a multiple of 8 columns")
     if bias is not None:
         check("bias", bias, (num_experts, n), torch.bfloat16)
+    return n, k
+
+
+def _check_weight(weight: ExpertsWeight, num_experts: int) -> tuple[int, int, int]:
+    """Its shape; with records, those of so many experts."""
+    if isinstance(weight, GroupedRows):
+        n = weight.n // num_experts
+        if weight.n % num_experts or n % RECORD_ROWS:
+            raise ValueError(
+                f"the weight has {weight.n} rows of {num_experts} experts; expected a multiple of "
+                f"{RECORD_ROWS} for each"
+            )
+        weight.check("weight", weight.n, weight.k)
+        return num_experts, n, weight.k
+    matrix = values_of(weight)
+    name_of(_VALUE_TYPES, "weight", matrix)
+    num_matrices, n, k = matrix.shape
+    check("weight", matrix, (num_matrices, n, k), matrix.dtype)
     if isinstance(weight, ScaledRows):
-        check("scales", weight.scales, (num_experts * n,), torch.float32)
-        return name_of(BYTE_TYPES, "weight", matrix)
-    return name_of({torch.bfloat16: STORAGE_TYPES[torch.bfloat16]}, "weight", matrix)
+        check("scales", weight.scales, (num_matrices * n,), torch.float32)
+    return num_matrices, n, k
+
+
+_GPT_OSS = GroupedKind(grouped_rows.E2M1, 32, minimums=False)
 
 
 def instantiations() -> list[Instantiation]:
-    """All kernels of this module."""
-    values = [STORAGE_TYPES[torch.bfloat16], *BYTE_TYPES.values()]
+    """All kernels of this module; of records, those of gpt-oss, and with the most registers those
+    of each other kind."""
     few = [Shape(tokens, rows) for tokens in _FEW_TOKENS for rows in _FEW_ROWS]
     few += [Shape(tokens, 128, 2) for tokens in _FEW_TOKENS]
+    cuts: list[tuple[Shape, WeightType]] = [
+        (cut, values)
+        for values in _VALUE_TYPES
+        for cut in (*few, *((_SOME, _MANY) if values == torch.bfloat16 else (_MANY_BYTES,)))
+    ]
+    cuts += [(_shape_for_codes(tokens, _GPT_OSS), _GPT_OSS) for tokens in _FEW_TOKENS]
+    cuts += [(_many(kind), kind) for kind in grouped_rows.KINDS]
     products = [
-        tuple(_name(cut, value, gate) for gate in (PLAIN, SILU, CLAMPED))
-        for value in values
-        for cut in (*few, *((_SOME, _MANY) if value == values[0] else (_MANY_BYTES,)))
+        tuple(_name(cut, values, gate) for gate in (PLAIN, SILU, CLAMPED)) for cut, values in cuts
     ]
     return [("experts_hopper", names, ()) for names in products]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
 from inflight.models.quantization.grouped import GroupedMatrix, concatenated
-from inflight.models.quantization.matrix import dequantized, in_one_format, row_parts
+from inflight.models.quantization.matrix import (
+    column_parts,
+    dequantized,
+    in_one_format,
+    row_parts,
+)
 
 
 def drawn(rows: int, width: int, group: int, seed: int = 0, **parts: object) -> GroupedMatrix:
@@ -63,3 +70,23 @@ def test_without_a_kernel_they_are_dequantised() -> None:
     matrix = drawn(2, 64, 32, zero=8)
     (found,) = in_one_format([matrix], "auto")  # type: ignore[misc]
     assert torch.equal(found, dequantized(matrix))
+
+
+@pytest.mark.parametrize("has_minimums", [False, True])
+def test_parts_of_columns_are_those_of_the_whole(has_minimums: bool) -> None:
+    codes = torch.randint(0, 16, (5, 96), dtype=torch.uint8)
+    minimums = torch.randn(5, 6) if has_minimums else None
+    matrix = GroupedMatrix(codes, 4, torch.rand(5, 6), minimums, zero=3)
+    parts = column_parts(matrix, 3)
+    assert all(isinstance(part, GroupedMatrix) and part.group == 16 for part in parts)
+    assert torch.equal(torch.cat([dequantized(part) for part in parts], 1), matrix.dequantized())
+
+
+@pytest.mark.parametrize("columns", [None, torch.arange(96).flip(0)], ids=["wide", "in order"])
+def test_groups_that_parts_of_columns_cut_are_dequantised(columns: Tensor | None) -> None:
+    group = 96 if columns is None else 16
+    codes = torch.randint(0, 16, (5, 96), dtype=torch.uint8)
+    matrix = GroupedMatrix(codes, 4, torch.rand(5, 96 // group), columns=columns)
+    parts = column_parts(matrix, 2)
+    assert torch.equal(torch.cat([dequantized(part) for part in parts], 1), matrix.dequantized())
+    assert all(isinstance(part, Tensor) for part in parts)

@@ -80,10 +80,8 @@ def _matrix(parts: Parts, weight: str, state_name: str) -> StoredMatrix:
         )
     absmax = parts.take(f"{weight}.absmax", ("U8",) if is_nested else ("F32",), [(num_blocks,)])
     read = partial(_read, parts, weight, state, (packed, levels, absmax), nested)
-    shaped = torch.zeros(16)  # of any values, which are read with the codes
-    return StoredMatrix(
-        (n, k), _BITS, math.gcd(k, block), has_minimums=False, read=read, levels=shaped
-    )
+    group, any_levels = math.gcd(k, block), torch.arange(1 << _BITS).float()
+    return StoredMatrix((n, k), _BITS, group, has_minimums=False, read=read, levels=any_levels)
 
 
 def _state(parts: Parts, name: str) -> _State:

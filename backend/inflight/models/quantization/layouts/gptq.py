@@ -67,8 +67,7 @@ def _matrix(parts: Parts, module: str, layout: Layout) -> StoredMatrix:
     zeros = parts.take(f"{module}qzeros", ("I32",), [(num_groups, -(-n * bits // 32))])
     bits_and_group = (bits, sizes[num_groups])
     read = partial(_read, parts, module, layout, bits_and_group, (packed, zeros, scales, order))
-    zero = 1 << bits_and_group[0] - 1 if layout.symmetric else 0
-    return StoredMatrix((n, k), *bits_and_group, not layout.symmetric, read, zero)
+    return StoredMatrix((n, k), *bits_and_group, not layout.symmetric, read)
 
 
 def _read(

@@ -69,8 +69,7 @@ def _matrix(parts: Parts, weight: str, layouts: list[Layout]) -> StoredMatrix:
     if parts.has(f"{weight}_g_idx") or all(layout.has_order for layout in layouts):
         order = parts.take(f"{weight}_g_idx", _INDEX, [(k,)])
     read = partial(_read, parts, weight, (n, k, bits), (packed, scale, zeros, order))
-    zero = 1 << bits - 1 if zeros is None else 0
-    return StoredMatrix((n, k), bits, k // num_groups, zeros is not None, read, zero)
+    return StoredMatrix((n, k), bits, k // num_groups, zeros is not None, read)
 
 
 def _shape(parts: Parts, weight: str) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch import Tensor
 
 from inflight.checkpoint.safetensors import WEIGHTS, StoredTensor
 from inflight.errors import ConfigError
@@ -31,8 +30,8 @@ class StoredMatrix:
         group: columns with a scale in common.
         has_minimums: whether each group has a zero of its own.
         read: reads it; thread-safe. Raises ConfigError: a scale is not a finite number.
-        zero: see `GroupedMatrix`.
-        levels: the same.
+        levels: [2 ** bits] float32, the values of codes, or any where files have a table of them;
+            None if a code is its own value.
     """
 
     shape: tuple[int, int]
@@ -40,7 +39,6 @@ class StoredMatrix:
     group: int
     has_minimums: bool
     read: Callable[[], Matrix]
-    zero: int = 0
     levels: Tensor | None = None
 
     @property
@@ -49,17 +47,16 @@ class StoredMatrix:
         return self.group >= MIN_GROUP and self.shape[1] % self.group == 0
 
     def shaped(self) -> Matrix:
-        """It on the meta device."""
+        """On the meta device, without reading it; columns are taken to be in order."""
         if not self.is_grouped:
             return torch.empty(self.shape, device="meta")
-        (n, k), count = self.shape, self.shape[1] // self.group
-
-        def factors() -> Tensor:
-            return torch.empty(n, count, device="meta")
-
+        n, k = self.shape
         codes = torch.empty(n, k, dtype=torch.uint8, device="meta")
-        minimums = factors() if self.has_minimums else None
-        return GroupedMatrix(codes, self.bits, factors(), minimums, self.zero, self.levels)
+        scales = torch.empty(n, k // self.group, device="meta")
+        minimums = torch.empty_like(scales) if self.has_minimums else None
+        is_symmetric = minimums is None and self.levels is None
+        zero = 1 << self.bits - 1 if is_symmetric else 0
+        return GroupedMatrix(codes, self.bits, scales, minimums, zero, self.levels)
 
 
 class Parts:

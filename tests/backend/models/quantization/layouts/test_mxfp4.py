@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -10,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GptOssConfig
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import family
 import grouped_folders as folders
@@ -24,36 +21,16 @@ from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.models.quantization.grouped import GroupedMatrix
 
-CONFIG = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
-}
 SETTINGS = family.SHAPE | {"pad_token_id": 0, "num_hidden_layers": 2, "num_local_experts": 4}
 EXPERTS = "model.layers.0.mlp.experts."
 MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def write(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """A folder as the hub has it, and the model of what transformers makes of its experts.
-
-    Tokens have all experts, so that no choice changes where activations are rounded.
-    """
+    """A model and a folder's tensors. Tokens have all experts, so that no choice changes where
+    activations are rounded."""
     model = family.make(GptOssConfig(**SETTINGS, num_experts_per_tok=4))
-    model.save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": CONFIG}))
-    tensors, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
-    state = model.state_dict()
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        count, k, n = tensors.pop(name).shape  # of products x @ w
-        shape = (count, n, k // 32)
-        blocks = torch.randint(0, 256, (*shape, 16), generator=random, dtype=torch.uint8)
-        scales = torch.randint(121, 126, shape, generator=random, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        state[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    model.load_state_dict(state)
-    folders.save(tensors, folder)
-    return model, tensors
+    return model, folders.write_mxfp4(model, folder)
 
 
 def test_logits_equal_those_of_transformers(tmp_path: Path) -> None:
@@ -100,7 +77,7 @@ def test_scales_reach_from_the_smallest_to_the_largest(tmp_path: Path) -> None:
 def test_matrices_without_memory_have_the_shapes_of_the_model(tmp_path: Path) -> None:
     write(tmp_path)
     found = folders.opened(tmp_path, "meta").read_matrix(f"{EXPERTS}gate_up_proj.1.weight")
-    assert isinstance(found, Tensor) and found.is_meta and found.shape == (192, 64)
+    assert isinstance(found, GroupedMatrix) and found.codes.is_meta and found.shape == (192, 64)
 
 
 DOWN = f"{EXPERTS}down_proj"

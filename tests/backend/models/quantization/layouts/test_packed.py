@@ -226,7 +226,7 @@ def test_matrices_without_memory_have_the_shapes_of_the_model(tmp_path: Path) ->
     folders.write(folders.qwen3(), tmp_path, config(), encoded)
     weights = folders.opened(tmp_path, "meta")
     found = weights.read_matrix(DOWN)
-    assert isinstance(found, Tensor) and found.is_meta and found.shape == (64, 96)
+    assert isinstance(found, GroupedMatrix) and found.codes.is_meta and found.shape == (64, 96)
 
 
 @pytest.mark.parametrize(
