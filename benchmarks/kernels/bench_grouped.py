@@ -5,10 +5,10 @@
 
 `tb_per_s` is of the weight's bytes as they lie in memory; `of_copy` is that as a fraction of what a
 large copy reaches. `few_us` is the kernel for few tokens, null beyond its limit, `some_us` the one
-for Hopper, and `bf16_us` the kernel for few tokens with a weight in bfloat16, with 65 tokens and
-more cuBLAS's, for gate_up followed by the kernel `silu_mul`. Rows named `dequantize` write a weight in bfloat16;
-their `tb_per_s` is of the bytes read and written. Launches cycle through several weights. See
-timing.py for the method.
+for Hopper, and `bf16_us` the kernel for few tokens with a weight in bfloat16; with 65 tokens and
+more it is cuBLAS's, for gate_up followed by the kernel `silu_mul`. Rows named `dequantize` write a
+weight in bfloat16; their `tb_per_s` is of the bytes read and written. Launches cycle through
+several weights. See timing.py for the method.
 """
 
 from __future__ import annotations

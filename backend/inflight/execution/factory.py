@@ -30,6 +30,7 @@ from inflight.models.quantization.choice import (
     GpuFormat,
     check_setting,
     gpu_format,
+    kept_in_layers,
     num_quantized_on_gpu,
     rounds_weights,
 )
@@ -141,8 +142,9 @@ def expected_budget_bytes(config: EngineConfig, checkpoint: Checkpoint, total_by
 
 
 def gpu_weight_bytes(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec) -> int:
-    """Of a model's weight matrices on a GPU: bfloat16, or 8 bits in linear layers that keep them.
-    Those whose activations have 16 bits need the largest of them in bfloat16 as well.
+    """Of a model's weight matrices on a GPU: bfloat16, or in linear layers 8 bits or codes with
+    scales of groups if they keep them. Those whose activations have 16 bits need the largest of
+    them in bfloat16 as well.
 
     Raises:
         ConfigError: the setting `quantization` does not suit the checkpoint.
@@ -150,8 +152,14 @@ def gpu_weight_bytes(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSp
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
     found = gpu_linear_format(config, checkpoint)
     in_8_bits = num_quantized_on_gpu(checkpoint, spec, config.quantization, found)
-    dequantized = 2 * spec.largest_matrix_elements if found.weight_only else 0
-    return 2 * spec.matrix_elements - in_8_bits + dequantized
+    num_bytes = 2 * spec.matrix_elements - in_8_bits
+    if found.keeps_groups:
+        from inflight.models.loader import linear_shapes  # imports torch
+
+        kept = kept_in_layers(checkpoint, spec, linear_shapes(spec), config.quantization)
+        num_bytes += kept.num_bytes - 2 * kept.num_values
+    num_dequantized = found.weight_only + found.keeps_groups
+    return num_bytes + 2 * num_dequantized * spec.largest_matrix_elements
 
 
 def gpu_linear_format(config: EngineConfig, checkpoint: Checkpoint) -> GpuFormat:

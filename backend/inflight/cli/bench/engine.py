@@ -109,9 +109,7 @@ def run(
     """
     config = settings.parse(raw, "settings")
     checkpoint = dataclasses.replace(locate(config.model), random_weights=config.random_weights)
-    # A GPU may be chosen otherwise, which dequantises, but for int4, which GPUs refuse.
-    keeps_groups = config.device == "cpu" or config.quantization == "int4"
-    quant = linear_format(checkpoint, config.quantization, keeps_groups=keeps_groups)
+    quant = linear_format(checkpoint, config.quantization)
     found: list[dict[str, Any]] = []
     if start:  # first: afterwards this process holds the GPU's memory
         on_progress("starting an engine in a new process, cold and warm")

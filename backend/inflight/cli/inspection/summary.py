@@ -24,6 +24,7 @@ from inflight.models.quantization.choice import (
     linear_format,
     rounds_weights,
 )
+from inflight.models.quantization.grouped_memory import KeptValues
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import LatentSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
@@ -287,14 +288,17 @@ def _linear_layers(
     kept = kept_in_layers(checkpoint, spec, linear_shapes(spec), config.quantization)
     if memory.on_gpu:
         on_gpu = factory.gpu_linear_format(config, checkpoint)
-        found, weight_only = on_gpu.name, on_gpu.weight_only
+        if not on_gpu.keeps_groups:
+            found, kept = on_gpu.name, KeptValues()
+        weight_only = on_gpu.weight_only
         bits = 8 if found != UNQUANTISED else _BITS[memory.dtype]
-    elif kept.num_values:
+    if kept.num_values:
         weight_only, bits = True, round(kept.bits, 3)
     on_cpu = msgspec.structs.replace(config, dtype="float32" if memory.on_gpu else memory.dtype)
-    weight_bytes = {"cpu": host_weight_bytes(on_cpu, checkpoint, spec, num_parameters)}
-    if config.quantization != "int4":  # for which GPUs have no products
-        weight_bytes["gpu"] = factory.gpu_weight_bytes(config, checkpoint, spec)
+    weight_bytes = {
+        "cpu": host_weight_bytes(on_cpu, checkpoint, spec, num_parameters),
+        "gpu": factory.gpu_weight_bytes(config, checkpoint, spec),
+    }
     return LinearLayers(
         format=found,
         weight_only=weight_only,

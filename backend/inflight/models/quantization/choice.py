@@ -20,10 +20,17 @@ from inflight.models.quantization.gguf.sizes import (
 from inflight.models.quantization.grouped_memory import (
     KeptValues,
     Shape,
+    drawn_experts,
     kept_in_folder,
     rounded_layers,
 )
-from inflight.models.quantization.recognition import FP8, INT8, StoredFormat, format_of
+from inflight.models.quantization.recognition import (
+    FP8,
+    INT8,
+    StoredFormat,
+    draws_codes,
+    format_of,
+)
 from inflight.models.spec import ModelSpec
 
 UNQUANTISED = "none"
@@ -211,6 +218,8 @@ def kept_in_layers(
     stored = _stored_format(checkpoint)
     if stored is None or not stored.layouts:
         return KeptValues()
+    if checkpoint.random_weights:
+        return drawn_experts(stored, shapes)
     return kept_in_folder(checkpoint.path, stored, shapes)
 
 
@@ -289,9 +298,10 @@ def _is_file(checkpoint: Checkpoint) -> bool:
 
 
 def _stored_format(checkpoint: Checkpoint) -> StoredFormat | None:
-    if checkpoint.format == "gguf" or checkpoint.random_weights:
+    if checkpoint.format == "gguf":
         return None
-    return format_of(checkpoint.path)
+    found = format_of(checkpoint.path)
+    return None if checkpoint.random_weights and not draws_codes(found) else found
 
 
 def _check_same(

@@ -108,3 +108,10 @@ def kept_in_folder(path: Path, stored: StoredFormat, shapes: Mapping[str, Shape]
 def rounded_layers(shapes: Iterable[Shape]) -> KeptValues:
     """Linear layers of these shapes that are rounded to 4 bits when they are loaded."""
     return kept_sum(("int4",), ((math.prod(shape), rounded_bits(shape[1])) for shape in shapes))
+
+
+def drawn_experts(stored: StoredFormat, shapes: Mapping[str, Shape]) -> KeptValues:
+    """Experts that are drawn in MXFP4."""
+    bits = grouped_bits(4, 32, has_minimums=False)
+    experts = (shape for name, shape in shapes.items() if ".experts." in name)
+    return kept_sum(stored.labels, ((math.prod(shape), bits) for shape in experts))

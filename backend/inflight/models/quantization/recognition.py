@@ -118,6 +118,11 @@ def format_of(folder: Path) -> StoredFormat | None:
     return read_format(read_json(folder / "config.json"), folder)
 
 
+def draws_codes(found: StoredFormat | None) -> bool:
+    """Whether random weights are drawn in a folder's format: of MXFP4 they are."""
+    return found is not None and {layout.kind for layout in found.layouts} == {"mxfp4"}
+
+
 def _supported(config: dict[str, Any]) -> StoredFormat | None:
     """The format that a quantization_config describes; None if it is not supported."""
     readers = {

@@ -16,9 +16,11 @@ from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
 from inflight.models.family import Family
 from inflight.models.quantization.folder import QuantizedWeights
+from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.layouts.floats import E2M1
 from inflight.models.quantization.layouts.folder import find_matrices
 from inflight.models.quantization.matrix import Matrix
-from inflight.models.quantization.recognition import format_of
+from inflight.models.quantization.recognition import draws_codes, format_of
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
 from inflight.models.stored.gguf_weights import GgufWeights
@@ -69,9 +71,9 @@ def open_weights(
         ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
     """
     if torch.device(device).type == "meta":
-        return EmptyWeights(expected, _shaped_weights(checkpoint, family_of(spec)))
+        return EmptyWeights(expected, _shaped_weights(checkpoint, family_of(spec), expected))
     if checkpoint.random_weights:
-        return RandomWeights(expected, device)
+        return _random_weights(checkpoint, expected, device)
     weights: Weights
     if checkpoint.format == "gguf":
         weights = _file_weights(checkpoint.path, family_of(spec))
@@ -87,10 +89,20 @@ def open_weights(
     return weights
 
 
-def _shaped_weights(checkpoint: Checkpoint, family: Family) -> ShapedWeights | None:
-    """Those of a file, or of a folder with quantised weights."""
+def _random_weights(
+    checkpoint: Checkpoint, expected: Mapping[str, Shape], device: torch.device | str
+) -> RandomWeights:
+    drawn = checkpoint.format != "gguf" and draws_codes(format_of(checkpoint.path))
+    return (RandomMxfp4 if drawn else RandomWeights)(expected, device)
+
+
+def _shaped_weights(
+    checkpoint: Checkpoint, family: Family, expected: Mapping[str, Shape]
+) -> ShapedWeights | None:
+    """Those of a file, of a folder with quantised weights, or drawn in codes."""
     if checkpoint.random_weights:
-        return None
+        drawn = _random_weights(checkpoint, expected, "meta")
+        return drawn if isinstance(drawn, RandomMxfp4) else None
     if checkpoint.format == "gguf":
         return _file_weights(checkpoint.path, family)
     if format_of(checkpoint.path) is None:
@@ -181,6 +193,36 @@ class RandomWeights:
 
     def read_matrix(self, name: str) -> Matrix:
         return self.read(name)
+
+
+class RandomMxfp4(RandomWeights):
+    """The same, with experts of codes with scales of groups, as folders in MXFP4 have them."""
+
+    _GROUP = 32
+    # Uniformly drawn codes have a standard deviation of 2.93.
+    _SCALE = 2.0**-7
+
+    def read_matrix(self, name: str) -> Matrix:
+        if not self._is_in_codes(name):
+            return self.read(name)
+        n, k = self.shapes[name]
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        codes = torch.empty(n, k, dtype=torch.uint8, device=self._device)
+        codes.random_(0, 16, generator=generator)
+        scales = torch.full((n, k // self._GROUP), self._SCALE, device=self._device)
+        return GroupedMatrix(codes, 4, scales, levels=E2M1)
+
+    def shaped_matrix(self, name: str) -> Matrix:
+        """`read_matrix` on the meta device."""
+        if not self._is_in_codes(name):
+            return torch.empty(self.shapes[name], device="meta")
+        n, k = self.shapes[name]
+        codes = torch.empty(n, k, dtype=torch.uint8, device="meta")
+        scales = torch.empty(n, k // self._GROUP, device="meta")
+        return GroupedMatrix(codes, 4, scales, levels=E2M1)
+
+    def _is_in_codes(self, name: str) -> bool:
+        return ".experts." in name and name.endswith(".weight")
 
 
 class EmptyWeights:
