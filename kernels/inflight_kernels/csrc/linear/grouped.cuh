@@ -86,6 +86,7 @@ struct Scales {
     unsigned upper, lower;  // rows g and g + 8
     unsigned upper_minimum, lower_minimum;
 
+    Scales() = default;
     __device__ __forceinline__ Scales(unsigned both, unsigned minimums)
         : upper(__byte_perm(both, both, 0x1010)),
           lower(__byte_perm(both, both, 0x3232)),
