@@ -198,12 +198,15 @@ __device__ __forceinline__ void decode(const unsigned* words, const Table& table
         for (int i = 0; i < 4; i++)
             to[i] = subtract(and_or(words[0] >> 4 * i, 0x000f000fu, 0x43004300u), 0x43084308u);
     } else if constexpr (CODES == E2M1) {
-        // Sign, exponent and mantissa where bfloat16 has them: the value times 2^-126.
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const unsigned top = words[0] << (12 - 4 * i);
-            to[i] = and_or(top, 0x80008000u, top >> 6 & 0x01c001c0u);
-        }
+        // Sign, exponent and mantissa where bfloat16 has them: the value times 2^-126. Of three codes
+        // they lie so far apart that a shift to the left, which is a multiplication, suffices.
+        constexpr unsigned MASK = 0x81c081c0u;
+        const unsigned word = words[0];
+        to[0] = word & MASK;
+        to[1] = word << 3 & MASK;
+        to[2] = word << 6 & MASK;
+        to[3] = and_or(word << 1, 0x80008000u,
+                       and_or(word >> 4, 0x00c000c0u, word >> 5 & 0x01000100u));
     } else {
         // Bytes of the codes 0 to 7 and 8 to 15 are looked up apart; bit 3 chooses.
         const unsigned index = words[0] & 0x77777777u;

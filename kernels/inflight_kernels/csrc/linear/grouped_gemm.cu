@@ -2,31 +2,22 @@
 // bfloat16.
 //
 // For few tokens a kernel streams the weight once, from memory to registers: each warp of a block
-// has records of its own, and loads them some ahead. Codes become bfloat16 as the left operand of
-// mma.m16n8k16, whose 16 rows are rows of the weight; the 8 columns are tokens, of which few are
-// padding then. x lies in shared memory, as many columns of it as fit.
+// has records of its own, and loads them some ahead. Codes become bfloat16, or e4m3
+// (grouped_planes.cuh), as the left operand of mma, whose 16 rows are rows of the weight; the 8
+// columns are tokens, of which few are padding then. x lies in shared memory, as many columns of it
+// as fit.
 //
 // For more tokens another kernel writes the weight in 16 bits for a product of those; see
 // grouped_gemm_hopper.cu as well.
-#include "linear/grouped.cuh"
+#include "linear/grouped_planes.cuh"
 
 namespace grouped {
+
+constexpr int HALF_WARP = 16;
 
 // Sums of 16 rows and 8 tokens, in fragments.
 template <int TOKENS>
 using Sums = float[TOKENS / 8][4];
-
-// Whether scales multiply sums of a group rather than each value: fewer instructions, and exact.
-// Codes are multiplied as 128 + code then, and what is too much is subtracted: that many times the
-// sum of x.
-template <class R>
-constexpr bool SCALES_SUMS = R::CODES == INT4 && R::GROUP >= 2 * STEP;
-constexpr float CODE_OFFSET = 136.0f;
-
-__device__ __forceinline__ float upper_half(unsigned word) {
-    return __uint_as_float(word & 0xffff0000u);
-}
-__device__ __forceinline__ float lower_half(unsigned word) { return __uint_as_float(word << 16); }
 
 // Adds the products of a record of each of TILES tiles to sums. x: addresses of this lane's rows of
 // ldmatrix.
@@ -56,58 +47,20 @@ __device__ __forceinline__ void multiply_values(const Loaded<R> (&loaded)[TILES]
     }
 }
 
-// The same, scaling the sums of each group.
+// The same in planes.
 template <class R, int TOKENS, int TILES>
-__device__ __forceinline__ void multiply_groups(const Loaded<R> (&loaded)[TILES],
-                                                const unsigned (&x)[TOKENS / 8],
-                                                Sums<TOKENS> (&sums)[TILES]) {
-    constexpr unsigned ONES = 0x3f803f80u, ones[4] = {ONES, ONES, ONES, ONES};
-    constexpr int PAIRS = R::GROUP / (2 * STEP);  // of steps, in a group
+__device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TILES],
+                                                   const unsigned (&x)[TOKENS / 8], int lower,
+                                                   const GroupOfX* groups, int stride,
+                                                   Sums<TOKENS> (&sums)[TILES]) {
     Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
 #pragma unroll
     for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
-#pragma unroll
-    for (int group = 0; group < R::GROUPS; group++) {
-        Sums<TOKENS> parts[TILES] = {}, all = {};  // all: of x, the same in each row
-#pragma unroll
-        for (int i = group * PAIRS; i < (group + 1) * PAIRS; i++) {
-            unsigned b[TOKENS / 8][4];
-#pragma unroll
-            for (int j = 0; j < TOKENS / 8; j++) ptx::load_matrices(b[j], x[j] + i * 64);
-#pragma unroll
-            for (int s = 0; s < 2; s++) {
-#pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    unsigned a[4];
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        a[e] = and_or(codes[t][i].words[s] >> 4 * e, 0x000f000fu, 0x43004300u);
-#pragma unroll
-                    for (int j = 0; j < TOKENS / 8; j++)
-                        ptx::mma<__nv_bfloat16>(parts[t][j], a, b[j][2 * s], b[j][2 * s + 1]);
-                }
-#pragma unroll
-                for (int j = 0; j < TOKENS / 8; j++)
-                    ptx::mma<__nv_bfloat16>(all[j], ones, b[j][2 * s], b[j][2 * s + 1]);
-            }
-        }
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            const unsigned* const words = loaded[t].words + group * (R::MINIMUMS ? 2 : 1);
-            const float scales[2] = {lower_half(words[0]), upper_half(words[0])};
-            float minimums[2] = {};
-            if constexpr (R::MINIMUMS)
-                minimums[0] = lower_half(words[1]), minimums[1] = upper_half(words[1]);
-#pragma unroll
-            for (int j = 0; j < TOKENS / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float sum = all[j][e % 2];
-                    sums[t][j][e] += scales[e / 2] * (parts[t][j][e] - CODE_OFFSET * sum);
-                    if constexpr (R::MINIMUMS) sums[t][j][e] += minimums[e / 2] * sum;
-                }
-        }
-    }
+    const auto words_of = [&](int t, int group) {
+        const unsigned* const words = loaded[t].words + group * (R::MINIMUMS ? 2 : 1);
+        return make_uint2(words[0], R::MINIMUMS ? words[R::MINIMUMS ? 1 : 0] : 0);
+    };
+    multiply_planes<R, TILES, TOKENS / 8>(codes, words_of, x, lower, groups, stride, sums);
 }
 
 }  // namespace grouped
@@ -119,9 +72,9 @@ __device__ __forceinline__ void multiply_groups(const Loaded<R> (&loaded)[TILES]
 // rows of the weight, or half as many of gate and of up; block b computes tiles b, b + blocks and so
 // on. WARPS warps share the columns; their sums are added in order. `values` is null unless codes
 // are indices. x is read `phase` columns at a time, a multiple of COLUMNS * WARPS * DEPTH, or all of
-// them.
-// Dynamic shared memory: m rows of 2 * phase + 16 bytes, and twice WARPS * TOKENS * (16 * TILES + 4)
-// floats.
+// them, rounded up to PLANE_COLUMNS.
+// Dynamic shared memory: m rows of 2 * phase + 16 bytes, twice WARPS * TOKENS * (16 * TILES + 4)
+// floats, and for each GROUP columns of a phase TOKENS times 8 bytes.
 template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(WARPS * 32, WARPS > 8 ? 1 : 2)
     grouped_gemm(const __nv_bfloat16* x, int stride, const unsigned char* records,
@@ -181,24 +134,49 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > 8 ? 1 : 2)
 
     // Of tokens that there are not, sums of the last one are computed, and not stored. A row has 16
     // bytes more than its columns: rows begin in different banks.
-    const int pitch = 2 * phase + 16;
-    unsigned char* const x_memory = memory + 2 * SUMS * sizeof(float);
+    constexpr bool PLANES = IN_PLANES<R>;
+    constexpr int COLUMN_BYTES = PLANES ? 1 : 2;
+    const int pitch = 2 * phase + 16, num_groups = phase / R::GROUP;
+    GroupOfX* const groups = reinterpret_cast<GroupOfX*>(memory + 2 * SUMS * sizeof(float));
+    unsigned char* const x_memory =
+        reinterpret_cast<unsigned char*>(groups + num_groups * TOKENS);
     unsigned x_rows[TOKENS / 8];
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++)
         x_rows[j] = ptx::shared_address(x_memory) + min(8 * j + lane % 8, m - 1) * pitch +
-                    lane / 8 * 16 + warp * (2 * COLUMNS);
+                    lane / 8 * 16 + warp * (COLUMN_BYTES * COLUMNS);
     const auto load_x = [&](int begin, int end) {
-        const int vectors = (end - begin) / 8;
-        for (int row = 0; row < m; row++)
-            for (int i = threadIdx.x; i < vectors; i += WARPS * 32) {
-                const int column = begin + 8 * i;
-                ptx::copy_async(ptx::shared_address(x_memory) + row * pitch + 16 * i,
-                                x + static_cast<long long>(row) * stride + min(column, k - 8),
-                                column < k);
+        if constexpr (PLANES) {
+            const int of_row = (end - begin + PLANE_COLUMNS - 1) / PLANE_COLUMNS * HALF_WARP;
+            for (int from = threadIdx.x; from - lane < m * of_row; from += WARPS * 32) {
+                // Half of a warp may have nothing left, and does the same as the other half.
+                const int unit = from < m * of_row ? from : from - HALF_WARP;
+                const int row = unit / of_row, place = unit % of_row * LANE_COLUMNS;
+                const __nv_bfloat16* const source =
+                    x + static_cast<long long>(row) * stride + begin + place;
+                float values[LANE_COLUMNS];
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    unpack<__nv_bfloat16>(begin + place + 8 * half < k
+                                              ? load_vector(source + 8 * half)
+                                              : make_uint4(0, 0, 0, 0),
+                                          *reinterpret_cast<float(*)[8]>(values + 8 * half));
+                const int group = place / PLANE_COLUMNS * (PLANE_COLUMNS / R::GROUP);
+                convert<R>(values, x_memory + row * pitch + place, phase,
+                           groups + (row / 8 * num_groups + group) * 8 + row % 8);
             }
-        ptx::commit_copies();
-        ptx::wait_copies<0>();
+        } else {
+            const int vectors = (end - begin) / 8;
+            for (int row = 0; row < m; row++)
+                for (int i = threadIdx.x; i < vectors; i += WARPS * 32) {
+                    const int column = begin + 8 * i;
+                    ptx::copy_async(ptx::shared_address(x_memory) + row * pitch + 16 * i,
+                                    x + static_cast<long long>(row) * stride + min(column, k - 8),
+                                    column < k);
+                }
+            ptx::commit_copies();
+            ptx::wait_copies<0>();
+        }
         __syncthreads();
     };
     pdl_wait();
@@ -223,14 +201,18 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > 8 ? 1 : 2)
 #pragma unroll
                 for (int d = 0; d < DEPTH; d++) {
                     if (i + d < count) {
-                        if constexpr (SCALES_SUMS<R>)
-                            multiply_groups<R, TOKENS, TILES>(ahead[d], rows, sums);
+                        if constexpr (PLANES)
+                            multiply_in_planes<R, TOKENS, TILES>(
+                                ahead[d], rows, phase,
+                                groups + (warp + (i + d) * WARPS) * (R::GROUPS * 8),
+                                num_groups * 8, sums);
                         else
                             multiply_values<R, TOKENS, TILES>(ahead[d], table, rows, sums);
                     }
                     load(ahead[d]);
 #pragma unroll
-                    for (int j = 0; j < TOKENS / 8; j++) rows[j] += WARPS * 2 * COLUMNS;
+                    for (int j = 0; j < TOKENS / 8; j++)
+                        rows[j] += WARPS * COLUMN_BYTES * COLUMNS;
                 }
             }
         }

@@ -31,6 +31,9 @@ _DEQUANTIZING_WARPS = 8
 _DEQUANTIZED_PITCH = 2 * RECORD_COLUMNS + 16
 
 
+# As in grouped_planes.cuh.
+_PLANE_COLUMNS = 256
+
 # Of x in shared memory, so that several blocks fit on a multiprocessor.
 _MAX_X_BYTES = 72 * 1024
 
@@ -53,16 +56,17 @@ class Tile:
 
     def phase(self, m: int, k: int) -> int:
         """Columns of x that are in shared memory at once."""
-        whole = -(-k // RECORD_COLUMNS) * RECORD_COLUMNS
+        whole = -(-k // _PLANE_COLUMNS) * _PLANE_COLUMNS
         if m * self._x_pitch(whole) <= _MAX_X_BYTES:
             return whole
         unit = RECORD_COLUMNS * self.warps * self.depth
         return max(_MAX_X_BYTES // (2 * m) // unit, 1) * unit
 
-    def shared_bytes(self, m: int, k: int) -> int:
+    def shared_bytes(self, m: int, k: int, kind: GroupedKind) -> int:
         """Dynamic shared memory of a block for m tokens."""
+        phase = self.phase(m, k)
         sums = 4 * self.warps * self.tokens * (self.tiles * RECORD_ROWS + 4)
-        return 2 * sums + m * self._x_pitch(self.phase(m, k))
+        return 2 * sums + m * self._x_pitch(phase) + phase // kind.group * self.tokens * 8
 
     def blocks(self, n: int, num_multiprocessors: int) -> int:
         """To launch for a weight with n rows."""
@@ -150,7 +154,7 @@ def linear(
         tile.phase(m, k),
         gated,
         out.dtype == torch.float32,
-        shared=tile.shared_bytes(m, k),
+        shared=tile.shared_bytes(m, k, weight.kind),
         pdl=pdl,
     )
 

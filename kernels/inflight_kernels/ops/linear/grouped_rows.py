@@ -254,11 +254,35 @@ def _packed_codes(codes: Tensor, which: int) -> Tensor:
         words = fragments.view(tiles, chunks, steps, 32, 2, 2, 2).transpose(5, 6)
         by_lane = words.reshape(tiles, chunks, steps // 2, 2, 32, 8).transpose(3, 4)
         return by_lane.reshape(tiles, chunks, -1)
+    if which == E2M1:
+        halves = _spread_e2m1(fragments)  # [.., which of a pair, bytes]
+        by_lane = halves.reshape(tiles, chunks, steps // 4, 4, 32, 4).transpose(3, 4)
+        return by_lane.reshape(tiles, chunks, -1)
     # Pair i is the nibbles i and i + 4 of a word.
     first = fragments[..., 0::2, :] | fragments[..., 1::2, :] << 4  # bytes of two pairs
     words = first.transpose(4, 5)  # [.., which of a pair, bytes]
     by_lane = words.reshape(tiles, chunks, steps // 4, 4, 32, 4).transpose(3, 4)
     return by_lane.reshape(tiles, chunks, -1)
+
+
+def _spread_e2m1(fragments: Tensor) -> Tensor:
+    """[..., pairs, 2] -> [..., 2, bytes]: the bits of four codes in each half of a word, as
+    grouped.cuh takes them."""
+    signs, rest = (fragments >> 3).to(torch.int32), (fragments & 7).to(torch.int32)
+    halves = torch.zeros_like(signs[..., 0, :])
+    for pair in range(3):
+        halves |= signs[..., pair, :] << 15 - 3 * pair | rest[..., pair, :] << 6 - 3 * pair
+    last = rest[..., 3, :]
+    halves |= signs[..., 3, :] << 14 | (last >> 2) << 13 | (last & 3) << 10
+    return torch.stack([halves & 255, halves >> 8], -1).to(torch.uint8)
+
+
+def _gathered_e2m1(halves: Tensor) -> Tensor:
+    """The inverse of `_spread_e2m1`."""
+    wide = halves[..., 0].to(torch.int32) | halves[..., 1].to(torch.int32) << 8
+    pairs = [(wide >> 15 - 3 * pair & 1) << 3 | (wide >> 6 - 3 * pair & 7) for pair in range(3)]
+    pairs.append((wide >> 14 & 1) << 3 | (wide >> 13 & 1) << 2 | (wide >> 10 & 3))
+    return torch.stack(pairs, -2).to(torch.uint8)
 
 
 def _unpacked_codes(packed: Tensor, which: int) -> Tensor:
@@ -271,6 +295,8 @@ def _unpacked_codes(packed: Tensor, which: int) -> Tensor:
         return _from_fragments(words.reshape(tiles, chunks, steps, 32, 4, 2))
     by_lane = packed.view(tiles, chunks, steps // 4, 32, 4, 4).transpose(3, 4)
     words = by_lane.reshape(tiles, chunks, steps, 32, 2, 2)  # which of a pair, bytes
+    if which == E2M1:
+        return _from_fragments(_gathered_e2m1(words))
     first = words.transpose(4, 5)
     return _from_fragments(torch.stack([first & 15, first >> 4], 5).flatten(4, 5))
 
