@@ -213,6 +213,7 @@ struct Values {
     static constexpr int BYTES = STAGE;         // of a stage
     static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row of x that it is multiplied with
     static constexpr int RING = 1;              // a ring has 2, 3 or 4 times as many stages
+    static constexpr int BLOCKS = 2;            // on a multiprocessor: one of each kernel
     static constexpr int X_WIDTH = 512, X_OFFSET = 64;  // see x_pitch
 
     const In* values;
@@ -281,7 +282,9 @@ struct Codes {
     static constexpr int ROWS = grouped::ROWS;
     static constexpr int BYTES = R::BYTES;
     static constexpr int WIDTH = grouped::COLUMNS * static_cast<int>(sizeof(X));
-    static constexpr int RING = (STAGE + BYTES - 1) / BYTES;  // as many bytes as of values, or more
+    static constexpr int RING = (STAGE / 2 + BYTES - 1) / BYTES;  // half of the bytes of values
+    // On a multiprocessor: two of a kernel, as codes keep more warps busy, and one of the next.
+    static constexpr int BLOCKS = 3;
     static constexpr int X_WIDTH = WIDTH, X_OFFSET = 16;
 
     const unsigned char* records;

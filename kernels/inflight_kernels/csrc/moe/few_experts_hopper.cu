@@ -134,7 +134,7 @@ struct GateUp {
 // sizeof(Choice), and the larger of PARTIAL_SUMS floats and sizeof(Scratch) with, if
 // there are groups, num_experts floats, rounded up to 32, for each warp.
 template <typename Type, typename T, int PER_LANE>
-__global__ void __launch_bounds__(few::THREADS, 2)
+__global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 16>::BLOCKS))
     few_gate_up(const typename few::WeightOf<Type, 16>::X* x, const float* x_scales,
                 const float* logits, int stride, int parts, int rows, const float* router_bias,
                 const float* select_bias, int shared_gate, int num_shared, int num_experts,
@@ -261,7 +261,7 @@ __device__ void load_rows(const T* rows, int count, int width, char* to, int pit
 // stages * Weight::BYTES, T * top_k * (x_pitch(of width) + 4), (1 + team_size) * 4 * ROWS bytes for
 // each pair of a token and its expert and each ROWS rows of a block, and sizeof(Choice).
 template <typename Type, typename T>
-__global__ void __launch_bounds__(few::THREADS, 2)
+__global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS))
     few_down(const T* inner, const few::Choice* from,
              const typename few::WeightOf<Type, 8>::Stored* weight, const float* weight_scales,
              const T* bias, const T* shared, T* total, int adds, int num_tokens, int top_k,

@@ -45,7 +45,6 @@ from inflight_kernels.runtime.launch import (
     check,
     is_hopper,
     kernel,
-    num_multiprocessors,
     vectors_in,
 )
 
@@ -182,7 +181,7 @@ def gate_up(
         )
     stages, shared = sizes.gate_up_shared(len(values))
     kernel("few_experts_hopper", _gate_up_name(_type_of(weight), sizes.num_experts))(
-        num_multiprocessors(),
+        sizes.gate_up_blocks,
         THREADS,
         values,
         x.scales if isinstance(x, ScaledRows) else 0,
@@ -240,7 +239,7 @@ def down(
         check("shared", shared, (num_tokens, hidden), torch.bfloat16)
     stages, shared_bytes = sizes.down_shared(num_tokens)
     kernel("few_experts_hopper", _down_name(_type_of(weight)))(
-        num_multiprocessors(),
+        sizes.down_blocks,
         THREADS,
         inner,
         choice,

@@ -95,13 +95,13 @@ class Sizes:
 
     def stages(self, num_tokens: int) -> tuple[int, int]:
         """Of a block of gate and up, and of one of down; 0 if it does not fit."""
-        unit = self._stages_at_least
+        unit, blocks = self._stages_at_least, self._blocks
         one = _WARPS * unit * self._stage_bytes
         first, last = self._gate_up_bytes(num_tokens), self._down_bytes(num_tokens)
-        both = _SHARED_BYTES - 2 * _RESERVED_BYTES - first - last
-        for together in _STAGES_TOGETHER:
-            if sum(together) * one <= both:
-                return together[0] * unit, together[1] * unit
+        rest = _SHARED_BYTES - (blocks + 1) * _RESERVED_BYTES - blocks * first - last
+        for of_first, of_last in _STAGES_TOGETHER:
+            if (blocks * of_first + of_last) * one <= rest:
+                return of_first * unit, of_last * unit
 
         def alone(other_bytes: int) -> int:
             fitting = (n for n in _STAGES_ALONE if other_bytes + n * one <= MAX_SHARED_BYTES)
@@ -120,9 +120,27 @@ class Sizes:
         return stages, self._down_bytes(num_tokens) + stages * _WARPS * self._stage_bytes
 
     @property
+    def _blocks(self) -> int:
+        """Of one kernel on a multiprocessor. Codes take so long to become numbers that more warps
+        are needed to keep up with memory."""
+        return 1 if self.grouped is None else 2
+
+    @property
+    def gate_up_blocks(self) -> int:
+        """To launch of gate and up."""
+        return self._blocks * num_multiprocessors()
+
+    @property
+    def down_blocks(self) -> int:
+        """To launch of down."""
+        units = -(-self.hidden // self._down_rows)
+        most = self._blocks * num_multiprocessors()
+        return most if self.grouped is None else min(units, most)
+
+    @property
     def gate_up_team(self) -> int:
         """Warps that share rows of gate and up."""
-        jobs = -(-self.width // 8 * self.top_k // num_multiprocessors())
+        jobs = -(-self.width // 8 * self.top_k // self.gate_up_blocks)
         return _team_size(jobs, self._stages_of(self.hidden, _GATE_UP_ROWS), _GATE_UP_TEAMS)
 
     @property
@@ -143,8 +161,9 @@ class Sizes:
 
     @property
     def _stages_at_least(self) -> int:
-        """That have _STAGE_BYTES."""
-        return -(-_STAGE_BYTES // self._stage_bytes)
+        """Of a ring, half of the fewest: those of a block that has a multiprocessor to itself have
+        _STAGE_BYTES."""
+        return -(-_STAGE_BYTES // self._blocks // self._stage_bytes)
 
     @property
     def _down_rows(self) -> int:
@@ -154,7 +173,7 @@ class Sizes:
     @property
     def _down_units(self) -> int:
         """Of a block, at most."""
-        return -(-self.hidden // self._down_rows // num_multiprocessors())
+        return -(-self.hidden // self._down_rows // self.down_blocks)
 
     def _gate_up_bytes(self, num_tokens: int) -> int:
         """Besides the stages."""
