@@ -29,7 +29,7 @@ from inflight.cli.bench import engine as bench
 from inflight.cli.bench.rows import select
 from inflight.models import decoder_cuda, experts_cuda
 from inflight.models.experts_cuda import CudaMoe
-from inflight.models.quantization.unquantized_cuda import CudaLinear
+from inflight.models.linear.unquantized_cuda import CudaLinear
 from inflight_kernels.ops.linear.operands import Input
 
 KINDS = ("even", "zipf", "drawn")

@@ -12,7 +12,7 @@ MAX_PARAMETERS = 8  # self and cls apart
 MAX_MODULES = 14  # of a folder, __init__ apart
 
 # Found by their modules, one for each of their kind.
-FULLER = {"backend/inflight/models/families", "backend/inflight/models/quantization"}
+FULLER = {"backend/inflight/models/families"}
 
 # Their parts and limits, most by keyword alone.
 LONG_SIGNATURES = {

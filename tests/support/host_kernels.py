@@ -27,9 +27,9 @@ from inflight.execution.drafters import device_passes
 from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
+from inflight.models.linear.scaled_cuda import QuantizedInputs
+from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight.models.quantization.matrix import QuantizedMatrix
-from inflight.models.quantization.scaled_cuda import QuantizedInputs
-from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import NO_DRAFT, NOT_DRAFTED, BatchState, Step

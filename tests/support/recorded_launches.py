@@ -17,7 +17,7 @@ from inflight.execution import cuda_runner
 from inflight.execution.drafters import device_passes
 from inflight.models import decoder_cuda
 from inflight.models.layers import attention as attention_layers
-from inflight.models.quantization import scaled_cuda, unquantized_cuda
+from inflight.models.linear import scaled_cuda, unquantized_cuda
 from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.latent import products as latent_products
 from inflight_kernels.ops.linear import gemm, skinny_gemm, weight_only

@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 
 from inflight.config import Quantization
-from inflight.models.expert_stack import ExpertStack, widened
 from inflight.models.experts_cuda import CudaExperts, alternating
 from inflight.models.gpu_support import shared_experts
 from inflight.models.layers.linear import CudaWeight
+from inflight.models.linear.expert_stack import ExpertStack, widened
+from inflight.models.linear.grouped_cuda import CudaGroupedLinear
+from inflight.models.linear.grouped_records import joined_records
+from inflight.models.linear.scaled_cuda import (
+    CudaScaledLinear,
+    QuantizedInputs,
+    can_multiply,
+)
+from inflight.models.linear.unquantized_cuda import CudaLinear
+from inflight.models.linear.weight_only_cuda import (
+    CudaWeightOnlyLinear,
+    DequantizedWeight,
+    can_widen,
+)
 from inflight.models.loader import ExpertParts
-from inflight.models.quantization.grouped_cuda import CudaGroupedLinear
-from inflight.models.quantization.grouped_records import joined_records
 from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
     dequantized,
     in_one_format,
     rounded,
-)
-from inflight.models.quantization.scaled_cuda import (
-    CudaScaledLinear,
-    QuantizedInputs,
-    can_multiply,
-)
-from inflight.models.quantization.unquantized_cuda import CudaLinear
-from inflight.models.quantization.weight_only_cuda import (
-    CudaWeightOnlyLinear,
-    DequantizedWeight,
-    can_widen,
 )
 from inflight.models.spec import MoeSpec
 from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows

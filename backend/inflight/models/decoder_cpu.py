@@ -27,9 +27,9 @@ from inflight.models.layers.weights import (
     ModelWeights,
     MoeWeights,
 )
+from inflight.models.linear.grouped_cpu import CpuGroupedLinear
 from inflight.models.loader import CpuPlacement, Progress, load_weights
 from inflight.models.quantization.choice import cpu_format
-from inflight.models.quantization.grouped_cpu import CpuGroupedLinear
 from inflight.models.spec import (
     Activation,
     AttentionSpec,

@@ -40,10 +40,10 @@ from inflight.models.layers.linear import CudaSublayer, CudaWeight, whole_tiles
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
 from inflight.models.layers.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from inflight.models.linear.scaled_cuda import QuantizedInputs
+from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight.models.loader import Progress, load_weights
 from inflight.models.quantization.choice import gpu_format, rounds_weights
-from inflight.models.quantization.scaled_cuda import QuantizedInputs
-from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight.models.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.attention_operands import AttentionWeights

@@ -14,7 +14,7 @@ from torch import Tensor
 from inflight.models.layers.linear import CudaWeight
 from inflight.models.layers.routing import routing_of
 from inflight.models.layers.weights import MoeWeights
-from inflight.models.quantization.unquantized_cuda import CudaLinear
+from inflight.models.linear.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
 from inflight_kernels.ops.linear.grouped_rows import GroupedKind, GroupedRows
 from inflight_kernels.ops.linear.operands import Input, NormedRows, Operand, SummedRows

@@ -34,14 +34,16 @@ from inflight.models.layers.weights import (
     MoeWeights,
     X,
 )
-from inflight.models.quantization.choice import CpuFormat
-from inflight.models.quantization.grouped import GroupedMatrix, joined_kinds
-from inflight.models.quantization.grouped_cpu import (
+from inflight.models.linear.grouped_cpu import (
     CpuGroupedLinear,
     CpuGroupedTable,
     PackedPart,
     is_supported,
 )
+from inflight.models.linear.quantized import CpuQuantizedLinear
+from inflight.models.linear.unquantized import CpuLinear, CpuTable
+from inflight.models.quantization.choice import CpuFormat
+from inflight.models.quantization.grouped import GroupedMatrix, joined_kinds
 from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
@@ -52,8 +54,6 @@ from inflight.models.quantization.matrix import (
     row_parts,
     stored_kind,
 )
-from inflight.models.quantization.quantized import CpuQuantizedLinear
-from inflight.models.quantization.unquantized import CpuLinear, CpuTable
 from inflight.models.registry import family_of
 from inflight.models.spec import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight.models.stored.weights import Shape, Weights, open_weights

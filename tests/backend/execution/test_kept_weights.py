@@ -10,7 +10,7 @@ from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory
 from inflight.execution.cpu_runner import CpuRunner
-from inflight.models.quantization.grouped_cpu import CpuGroupedLinear, CpuGroupedTable
+from inflight.models.linear.grouped_cpu import CpuGroupedLinear, CpuGroupedTable
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer

@@ -29,9 +29,9 @@ from inflight.config import EngineConfig, Quantization
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
+from inflight.models.linear.weight_only_cuda import CudaWeightOnlyLinear, DequantizedWeight
 from inflight.models.loader import linear_names
 from inflight.models.quantization.matrix import DTYPES, quantize
-from inflight.models.quantization.weight_only_cuda import CudaWeightOnlyLinear, DequantizedWeight
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams

@@ -25,12 +25,12 @@ from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.decoder_cuda import Decoder
 from inflight.models.experts_cuda import CudaExperts, alternating, router_parts
 from inflight.models.gpu_support import gpu_obstacle
+from inflight.models.linear.scaled_cuda import QuantizedInputs
 from inflight.models.loader import ExpertParts, load_weights
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.layouts.floats import E2M1
 from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, dequantized, quantize
 from inflight.models.quantization.rounding import quantize_groups
-from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, MoeSpec
 from inflight_kernels.ops.linear import grouped_rows

@@ -18,6 +18,7 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models import registry
 from inflight.models.layers.linear import CpuWeight
+from inflight.models.linear.unquantized import CpuLinear
 from inflight.models.loader import CpuPlacement, linear_names, load_weights
 from inflight.models.quantization.matrix import (
     DTYPES,
@@ -26,7 +27,6 @@ from inflight.models.quantization.matrix import (
     dequantized,
     quantize,
 )
-from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import family_of, read_spec
 from paged_decoder import Paged, blocks_for, load

@@ -17,10 +17,10 @@ import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.families.granite_moe import FAMILY
+from inflight.models.linear.unquantized_cuda import CudaLinear
 from inflight.models.loader import linear_names, load_weights, weight_shapes
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.matrix import dequantized, stored_kind
-from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.registry import read_spec
 from inflight.models.stored.gguf_weights import GgufWeights
 from inflight.models.stored.weights import Weights, open_weights

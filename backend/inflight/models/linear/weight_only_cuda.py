@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.models.linear.unquantized_cuda import CudaLinear
 from inflight.models.quantization.matrix import QuantizedMatrix
-from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight_kernels.ops.linear import weight_only
 from inflight_kernels.ops.linear.operands import Input
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows

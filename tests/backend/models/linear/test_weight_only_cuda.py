@@ -15,14 +15,14 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.execution import cuda_runner, factory
-from inflight.models.loader import linear_names
-from inflight.models.quantization import unquantized_cuda
-from inflight.models.quantization.matrix import QuantizedMatrix
-from inflight.models.quantization.weight_only_cuda import (
+from inflight.models.linear import unquantized_cuda
+from inflight.models.linear.weight_only_cuda import (
     CudaWeightOnlyLinear,
     DequantizedWeight,
     can_widen,
 )
+from inflight.models.loader import linear_names
+from inflight.models.quantization.matrix import QuantizedMatrix
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 from inflight_kernels.ops.linear import gemm

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from inflight.models.quantization.unquantized_cuda import CudaLinear
-from inflight.models.quantization.weight_only_cuda import DequantizedWeight
+from inflight.models.linear.unquantized_cuda import CudaLinear
+from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.linear import grouped, grouped_gemm
 from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows

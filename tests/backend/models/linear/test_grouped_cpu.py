@@ -22,13 +22,13 @@ from inflight.models import decoder_cpu
 from inflight.models.decoder_cpu import Decoder
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.weights import MlpWeights, MoeWeights
+from inflight.models.linear.grouped_cpu import CpuGroupedLinear, CpuGroupedTable
+from inflight.models.linear.quantized import CpuQuantizedLinear
+from inflight.models.linear.unquantized import CpuLinear, CpuTable
 from inflight.models.loader import CpuPlacement, linear_names
 from inflight.models.quantization.choice import CpuFormat
 from inflight.models.quantization.grouped import GroupedMatrix
-from inflight.models.quantization.grouped_cpu import CpuGroupedLinear, CpuGroupedTable
-from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.rounding import quantize_groups
-from inflight.models.quantization.unquantized import CpuLinear, CpuTable
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 from kept_groups import KEPT_TOLERANCE

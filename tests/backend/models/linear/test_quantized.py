@@ -18,9 +18,9 @@ from inflight.config import EngineConfig, Quantization, SpeculativeConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine
 from inflight.execution import factory
+from inflight.models.linear.quantized import CpuQuantizedLinear
 from inflight.models.loader import linear_names
 from inflight.models.quantization.matrix import DTYPES, quantize
-from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
