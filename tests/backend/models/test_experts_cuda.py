@@ -26,6 +26,7 @@ from inflight.models.decoder_cuda import Decoder
 from inflight.models.experts_cuda import CudaExperts, alternating, router_parts
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.linear.scaled_cuda import QuantizedInputs
+from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight.models.loader import ExpertParts, load_weights
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.layouts.floats import E2M1
@@ -155,8 +156,8 @@ def expert(seed: int, scale: float = 0.015625) -> ExpertParts:
 
 
 def placed_experts(experts: list[ExpertParts], **settings: Any) -> CudaExperts:
-    dtype = settings.pop("dtype", torch.bfloat16)
-    placement = CudaPlacement(dtype, CPU, False, **settings)
+    settings = {"groups": DequantizedWeight(64 * 64, torch.bfloat16, CPU)} | settings
+    placement = CudaPlacement(torch.bfloat16, CPU, False, **settings)
     return placement.experts(len(experts), iter(experts))
 
 
@@ -183,16 +184,11 @@ def test_experts_keep_their_codes() -> None:
     check_values(found, in_16_bits(experts))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"quantization": "none"}, {"keeps_groups": False}, {"dtype": torch.float32}],
-    ids=["quantization none", "unwanted", "float32"],
-)
-def test_experts_are_dequantised_where_codes_are_not_kept(settings: dict[str, Any]) -> None:
+def test_experts_are_dequantised_where_codes_are_not_kept() -> None:
     experts = [expert(seed) for seed in (1, 11)]
-    found = placed_experts(experts, **settings)
+    found = placed_experts(experts, groups=None)
     assert isinstance(found.gate_up, Tensor) and isinstance(found.down, Tensor)
-    assert torch.equal(found.gate_up.bfloat16(), in_16_bits(experts)[0])
+    check_values(found, in_16_bits(experts))
 
 
 def other_kind(like: ExpertParts) -> ExpertParts:
@@ -290,11 +286,30 @@ def test_a_model_in_groups_computes_what_it_does_in_16_bits(tmp_path: Path) -> N
     torch.testing.assert_close(logits(kept), logits(exact), atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "is_kept"),
+    [
+        ("auto", torch.bfloat16, True),
+        ("none", torch.bfloat16, False),
+        ("auto", torch.float32, False),
+    ],
+)
+def test_the_setting_and_the_type_of_activations_decide_whether_codes_are_kept(
+    tmp_path: Path, quantization: Quantization, dtype: torch.dtype, is_kept: bool
+) -> None:
+    checkpoint = gpt_oss_in_groups(tmp_path)
+    model = mixed_step.make_model(checkpoint, dtype, CPU, quantization=quantization)
+    for layer in model.weights.layers:
+        for weight in (layer.mlp.experts.gate_up, layer.mlp.experts.down):  # type: ignore[union-attr]
+            assert isinstance(weight, GroupedRows if is_kept else Tensor)
+
+
 def test_experts_without_memory_have_the_kinds_of_those_with_it(tmp_path: Path) -> None:
     checkpoint, meta = gpt_oss_in_groups(tmp_path), torch.device("meta")
     found = []
     for device in (CPU, meta):
-        placement = CudaPlacement(torch.bfloat16, device, False)
+        memory = DequantizedWeight(64 * 64, torch.bfloat16, device)
+        placement = CudaPlacement(torch.bfloat16, device, False, groups=memory)
         weights = load_weights(
             checkpoint, read_spec(checkpoint), placement, lambda what, done: None, device
         )

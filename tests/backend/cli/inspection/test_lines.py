@@ -144,7 +144,7 @@ def test_the_types_that_a_gguf_file_keeps_are_told(setting: Quantization, expect
 
 def test_weights_in_groups_are_told(tmp_path: Path) -> None:
     """Codes of 4 bits, scales and minimums of 16 for each group of 64 columns, or, of matrices
-    with 96, of 32; the rest in 32 bits."""
+    with 96, of 32; the rest in 32 bits, or on GPUs in 16."""
     checkpoint = tiny.write_llama(tmp_path)
     spec = read_spec(checkpoint)
     config = EngineConfig(
@@ -156,9 +156,11 @@ def test_weights_in_groups_are_told(tmp_path: Path) -> None:
     bits = 5 * down + 4.5 * (linear - down)
     on_cpu = 4 * (found.num_parameters - linear) + int(bits / 8)
     assert found.memory.weight_bytes == on_cpu
+    # With memory for one layer in 16 bits, of which gate and up together have the most values.
+    on_gpu = 2 * (spec.matrix_elements - linear) + int(bits / 8) + 2 * 2 * 64 * 96
     expected = "INT4, rounded when loaded (lossy), activations in 32 bits"
     expected += f"; {round(bits / linear, 3):g} bits a value"
-    size_ = f"weights of the model {size(on_cpu)} on a CPU"
+    size_ = f"weights of the model {size(on_cpu)} on a CPU, {size(on_gpu)} on a GPU"
     assert f"linear layers: {expected}; {size_}\n" in shown(found, is_terminal=False)
 
 

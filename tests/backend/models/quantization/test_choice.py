@@ -33,7 +33,7 @@ from inflight.models.quantization.choice import (
     rounds_weights,
 )
 from inflight.models.quantization.grouped_memory import KeptValues, rounded_layers
-from inflight.models.quantization.recognition import INT8
+from inflight.models.quantization.recognition import FP8, INT8
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 
@@ -106,7 +106,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 
 @pytest.mark.parametrize(("config", "name"), [(AWQ, "int4"), (GPTQ_8, "int8"), (MXFP4, "mxfp4")])
-def test_groups_stay_on_cpus_and_are_dequantised_on_gpus(
+def test_groups_stay_unless_the_setting_dequantises_them(
     tmp_path: Path, config: dict[str, Any], name: str
 ) -> None:
     checkpoint = in_groups(tmp_path, config)
@@ -120,10 +120,11 @@ def test_groups_stay_on_cpus_and_are_dequantised_on_gpus(
     assert cpu_format(checkpoint, "none", keeps_groups=True) == CpuFormat("none", False)
     assert num_quantized(checkpoint, spec, "auto") == 0  # with scales of rows
     for is_hopper in (True, False):
-        assert gpu_format(checkpoint, "auto", is_hopper) == GpuFormat()
+        assert gpu_format(checkpoint, "auto", is_hopper) == GpuFormat(keeps_groups=True)
+        assert gpu_format(checkpoint, "none", is_hopper) == GpuFormat()
 
 
-def test_int4_rounds_weights_of_16_bits_on_cpus_alone(tmp_path: Path) -> None:
+def test_int4_rounds_weights_of_16_bits(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, "none")
     assert linear_format(checkpoint, "int4") == "int4"
     assert linear_format(checkpoint, "int4", keeps_groups=False) == "none"
@@ -132,12 +133,9 @@ def test_int4_rounds_weights_of_16_bits_on_cpus_alone(tmp_path: Path) -> None:
         assert found == CpuFormat("int4", keeps_groups)
     assert rounds_weights(checkpoint, "int4") and not rounds_weights(checkpoint, "fp8")
     assert num_quantized(checkpoint, read_spec(checkpoint), "int4") == 0
-    message = (
-        "quantization: int4 is not supported on GPUs; allowed there: fp8, int8, auto, none; use "
-        "fp8, or device: cpu"
-    )
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        gpu_format(checkpoint, "int4", is_hopper=True)
+    for is_hopper in (True, False):
+        assert gpu_format(checkpoint, "int4", is_hopper) == GpuFormat(keeps_groups=True)
+        assert gpu_format(checkpoint, "auto", is_hopper) == GpuFormat()
 
 
 @pytest.mark.parametrize(("config", "name"), [(AWQ, "int4"), (MXFP4, "mxfp4")])
@@ -148,8 +146,8 @@ def test_int4_leaves_folders_of_4_bits_as_they_are(
     assert linear_format(checkpoint, "int4") == name
     assert not rounds_weights(checkpoint, "int4")
     assert cpu_format(checkpoint, "int4", keeps_groups=True) == CpuFormat("none")
-    with pytest.raises(ConfigError, match="allowed there: auto, none; use auto, or device: cpu"):
-        gpu_format(checkpoint, "int4", is_hopper=True)
+    for is_hopper in (True, False):
+        assert gpu_format(checkpoint, "int4", is_hopper) == GpuFormat(keeps_groups=True)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +165,17 @@ def test_other_values_than_those_in_groups_are_refused(
     checkpoint = in_groups(tmp_path, config)
     with pytest.raises(ConfigError, match=f"allowed for it: {allowed}"):
         linear_format(checkpoint, setting)
+    with pytest.raises(ConfigError, match=f"allowed for it: {allowed}"):
+        gpu_format(checkpoint, setting, is_hopper=True)
 
 
 def test_int4_refuses_weights_of_8_bits(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="allowed for it: auto, none, fp8; for int4"):
-        linear_format(written(tmp_path, "fp8"), "int4")
+    checkpoint = written(tmp_path, "fp8")
+    message = "allowed for it: auto, none, fp8; for int4"
+    with pytest.raises(ConfigError, match=message):
+        linear_format(checkpoint, "int4")
+    with pytest.raises(ConfigError, match=message):
+        gpu_format(checkpoint, "int4", is_hopper=True)
 
 
 def test_rounding_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -272,7 +276,9 @@ def test_a_gguf_file_keeps_its_bits_unless_the_setting_says_otherwise(
         assert in_layers == outside == KeptValues()
     in_8_bits = spec.quantizable_elements if expected == setting != "none" else 0
     assert num_quantized(checkpoint, spec, setting) == in_8_bits
-    assert gpu_format(checkpoint, "auto", True) == GpuFormat()
+    on_gpu = gpu_format(checkpoint, setting, is_hopper=True)
+    assert on_gpu.keeps_groups == (setting == "auto")
+    assert on_gpu.name == (setting if setting in ("fp8", "int8") else "none")
 
 
 @pytest.mark.parametrize(
@@ -308,6 +314,8 @@ def test_8_bits_and_groups_are_named_together(tmp_path: Path) -> None:
     assert linear_format(checkpoint, "auto") == "fp8 and int4"
     assert linear_format(checkpoint, "auto", keeps_groups=False) == "fp8"
     assert cpu_format(checkpoint, "auto", keeps_groups=False) == CpuFormat("auto", False)
+    on_gpu = gpu_format(checkpoint, "auto", is_hopper=True)
+    assert on_gpu == GpuFormat(frozenset({FP8}), weight_only=False, keeps_groups=True)
     quantized_models.keep_activations(tmp_path)
     assert linear_format(checkpoint, "auto") == "int4"
     assert cpu_format(checkpoint, "auto", keeps_groups=True) == CpuFormat("none")
