@@ -15,6 +15,10 @@ namespace grouped {
 
 constexpr int HALF_WARP = 16;
 
+// On a multiprocessor.
+template <int WARPS, int DEPTH>
+constexpr int BLOCKS = WARPS > 8 ? 1 : (DEPTH == 1 ? 3 : 2);
+
 // Sums of 16 rows and 8 tokens, in fragments.
 template <int TOKENS>
 using Sums = float[TOKENS / 8][4];
@@ -76,7 +80,7 @@ __device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TIL
 // Dynamic shared memory: m rows of 2 * phase + 16 bytes, twice WARPS * TOKENS * (16 * TILES + 4)
 // floats, and for each GROUP columns of a phase TOKENS times 8 bytes.
 template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
-__global__ void __launch_bounds__(WARPS * 32, WARPS > 8 ? 1 : 2)
+__global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
     grouped_gemm(const __nv_bfloat16* x, int stride, const unsigned char* records,
                  const grouped::Table* values, const __nv_bfloat16* bias,
                  const __nv_bfloat16* residual, void* out, int m, int n, int k, int phase,

@@ -71,7 +71,14 @@ class Tile:
     def blocks(self, n: int, num_multiprocessors: int) -> int:
         """To launch for a weight with n rows."""
         tiles = -(-n // (self.tiles * RECORD_ROWS))
-        return min(tiles, num_multiprocessors * (1 if self.warps > 8 else 2))
+        return min(tiles, num_multiprocessors * self._blocks_at_once)
+
+    @property
+    def _blocks_at_once(self) -> int:
+        """On a multiprocessor, as in grouped_gemm.cu."""
+        if self.warps > 8:
+            return 1
+        return 3 if self.depth == 1 else 2
 
     @staticmethod
     def _x_pitch(columns: int) -> int:
@@ -81,10 +88,11 @@ class Tile:
 # Tiles that the kernel is compiled for. Many warps share x in shared memory, which counts if there
 # are several tokens; with few of them, several blocks fit on a multiprocessor.
 _ONE_TOKEN = Tile(8, 1, depth=4)
+_ONE_TOKEN_GATED = Tile(8, 2, depth=1)
 _FEW_TOKENS = Tile(8, 1, warps=16)
 _GATED = Tile(8, 2, warps=16)
 _MORE_TOKENS = Tile(16, 2, warps=16, depth=1)
-_TILES = (_ONE_TOKEN, _FEW_TOKENS, _GATED, _MORE_TOKENS)
+_TILES = (_ONE_TOKEN, _ONE_TOKEN_GATED, _FEW_TOKENS, _GATED, _MORE_TOKENS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,10 +106,10 @@ def plan(m: int, k: int, gated: bool) -> Tile:
     """
     if m > _GATED.tokens:
         return _MORE_TOKENS
+    if m <= 2:
+        return _ONE_TOKEN_GATED if gated else _ONE_TOKEN
     if gated:
         return _GATED
-    if m <= 2:
-        return _ONE_TOKEN
     # With two tiles, x is read half as often, which counts if it does not stay in shared memory.
     return _FEW_TOKENS if _FEW_TOKENS.phase(m, k) >= k else _GATED
 
