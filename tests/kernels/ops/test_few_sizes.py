@@ -39,7 +39,7 @@ def _in_codes(sizes: Sizes, kind: GroupedKind = MXFP4) -> Sizes:
     ],
 )
 def test_a_token_fits_and_blocks_of_both_kernels_share_a_multiprocessor(sizes: Sizes) -> None:
-    """One of the second kernel next to all of the first one, for each of which 1 KiB is reserved."""
+    """One block of the second next to all of the first, 1 KiB reserved for each."""
     assert sizes.fits(1)
     blocks = 1 if sizes.grouped is None else 2
     _, first = sizes.gate_up_shared(1)
