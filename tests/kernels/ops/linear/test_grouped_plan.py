@@ -1,0 +1,234 @@
+"""Tiles of linear layers whose weight has scales of groups, and their kernels, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight_kernels.ops.linear import grouped, grouped_gemm, grouped_rows
+from inflight_kernels.ops.linear.grouped import MAX_TOKENS
+from inflight_kernels.ops.linear.grouped_rows import (
+    E2M1,
+    KINDS,
+    RECORD_COLUMNS,
+    RECORD_ROWS,
+    TABLE,
+    GroupedKind,
+    GroupedRows,
+)
+from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES
+from inflight_kernels.runtime.recording import Launched, record_launches
+
+META = torch.device("meta")
+WIDTHS = [8, 16, 128, 136, 1000, 2048, 2880, 3584, 4096, 5120, 8192, 14336, 18944, 28672, 53248]
+HIDDEN_SIZES = [*(width for width in WIDTHS if width < 1 << 15), 1 << 15]
+"""Of a gated weight the columns are those of the residual stream."""
+GPUS = [2, 46, 82, 108, 132, 148]
+CSRC = Path(grouped.__file__).parents[2] / "csrc/linear"
+MXFP4 = GroupedKind(E2M1, 32, False)
+
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+each_gate = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+
+# ---------------------------------------------------------------- few tokens
+
+
+@each_kind
+@each_gate
+def test_blocks_of_few_tokens_fit_on_a_multiprocessor(kind: GroupedKind, gated: bool) -> None:
+    for m in range(1, MAX_TOKENS + 1):
+        for k in WIDTHS if not gated else HIDDEN_SIZES:
+            tile = grouped.plan(m, k, gated)
+            assert tile.shared_bytes(m, k, kind) <= MAX_SHARED_BYTES, (m, k, tile)
+
+
+@each_gate
+def test_a_tile_has_place_for_all_tokens_and_both_halves_of_a_gated_weight(gated: bool) -> None:
+    for m in range(1, MAX_TOKENS + 1):
+        for k in WIDTHS:
+            tile = grouped.plan(m, k, gated)
+            assert tile in grouped._TILES
+            assert m <= tile.tokens and tile.tokens % 8 == 0
+            assert not gated or tile.tiles % 2 == 0
+
+
+@each_gate
+def test_all_columns_of_x_are_in_some_phase(gated: bool) -> None:
+    for m in range(1, MAX_TOKENS + 1):
+        for k in WIDTHS:
+            tile = grouped.plan(m, k, gated)
+            phase = tile.phase(m, k)
+            assert phase > 0
+            # Of whole planes if there is one; of records that all warps load at a time if not.
+            at_once = RECORD_COLUMNS * tile.warps * tile.depth
+            assert phase % (256 if phase >= k else at_once) == 0
+            assert phase - k < 256
+
+
+def test_x_that_fits_is_read_once() -> None:
+    assert [grouped.plan(m, 4096, False).phase(m, 4096) for m in (1, 2, 8)] == [4096] * 3
+    assert grouped.plan(16, 14336, False).phase(16, 14336) < 14336
+
+
+@pytest.mark.parametrize("num_multiprocessors", GPUS)
+def test_no_block_of_few_tokens_is_without_rows(num_multiprocessors: int) -> None:
+    for tile in grouped._TILES:
+        for n in (8, 16, 40, 4096, 128256):
+            blocks = tile.blocks(n, num_multiprocessors)
+            assert blocks >= 1
+            assert (blocks - 1) * tile.tiles * RECORD_ROWS < n
+
+
+def test_planes_have_as_many_columns_as_in_the_kernel() -> None:
+    source = (CSRC / "grouped_planes.cuh").read_text()
+    assert re.search(rf"\bPLANE_COLUMNS = {grouped._PLANE_COLUMNS}\b", source)
+
+
+# ---------------------------------------------------------------- some tokens
+
+TILES = [
+    grouped_gemm.Tile(tokens, split)
+    for tokens in grouped_gemm._TOKENS
+    for split in grouped_gemm._SPLITS
+]
+
+
+@each_kind
+def test_blocks_of_some_tokens_have_stages_to_load_ahead(kind: GroupedKind) -> None:
+    for tile in TILES:
+        stages, shared = tile.stages(kind), tile.shared_bytes(kind)
+        assert stages >= 2
+        assert shared <= MAX_SHARED_BYTES
+        assert tile.tokens > 64 or 2 * (shared + 1024) <= 228 * 1024
+        records = grouped_gemm._ROWS // RECORD_ROWS * kind.record_bytes
+        assert stages * (tile.tokens * 2 * RECORD_COLUMNS + records) < shared
+
+
+@pytest.mark.parametrize("num_multiprocessors", GPUS)
+@pytest.mark.parametrize("n", [16, 576, 2880, 6144, 28672, 128256])
+def test_columns_are_shared_by_as_few_blocks_as_keep_multiprocessors_busy(
+    n: int, num_multiprocessors: int
+) -> None:
+    for m in (1, 9, 32, 33, 64, 65, 128, 129, 256, 1000):
+        for k in WIDTHS:
+            tile = grouped_gemm.plan(m, n, k, num_multiprocessors)
+            assert tile in TILES
+            assert m <= tile.tokens or tile.tokens == 128
+            assert tile.tokens == 32 or tile.tokens // 2 < m
+            if tile.split > 1:
+                fewer = tile.split // 2 * -(-m // tile.tokens) * -(-n // 128)
+                assert fewer < 0.75 * num_multiprocessors
+                # Each block of half as many has enough records to load ahead.
+                assert -(-k // RECORD_COLUMNS) >= tile.split * 4
+
+
+# ---------------------------------------------------------------- launches
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm, "is_hopper", lambda: True)
+    for module in (grouped, grouped_gemm):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda: 132)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def weight_of(n: int, k: int, kind: GroupedKind) -> GroupedRows:
+    table = empty(32, dtype=torch.uint8) if kind.codes == TABLE else None
+    return grouped_rows.empty(1, n, k, kind, META, table)
+
+
+def names(launched: Launched, stem: str) -> list[str]:
+    assert {found for found, _ in launched} == {stem}
+    return [name for _, name in launched]
+
+
+def compiled(module: Any) -> set[str]:
+    return {name for _, every, _ in module.instantiations() for name in every}
+
+
+@each_kind
+@each_gate
+@pytest.mark.parametrize("k", [2048, 14336])
+def test_all_kernels_of_few_tokens_are_compiled(kind: GroupedKind, gated: bool, k: int) -> None:
+    weight = weight_of(64, k, kind)
+    with record_launches() as launched:
+        for m in range(1, MAX_TOKENS + 1):
+            grouped.linear(empty(m, k), weight, out=empty(m, 32 if gated else 64), gated=gated)
+        grouped.dequantize(weight, out=empty(64, k))
+    found = names(launched, "grouped_gemm")
+    assert all(f"<{kind.name}" in name for name in found)
+    assert {name.partition("<")[0] for name in found} == {"grouped_gemm", "grouped_dequantize"}
+    assert set(found) <= compiled(grouped)
+
+
+@each_kind
+@each_gate
+def test_all_kernels_of_some_tokens_are_compiled(kind: GroupedKind, gated: bool) -> None:
+    with record_launches() as launched:
+        for n in (64, 4096, 28672):
+            for m in (1, 32, 33, 64, 65, 128, 129, 300):
+                weight, width = weight_of(n, 2048, kind), n // 2 if gated else n
+                grouped_gemm.linear(empty(m, 2048), weight, out=empty(m, width), gated=gated)
+    found = names(launched, "grouped_gemm_hopper")
+    assert all(name.startswith(f"grouped_product<{kind.name}, ") for name in found)
+    assert set(found) <= compiled(grouped_gemm)
+
+
+def test_nothing_is_launched_without_tokens() -> None:
+    weight = weight_of(64, 128, MXFP4)
+    with record_launches() as launched:
+        for linear in (grouped.linear, grouped_gemm.linear):
+            linear(empty(0, 128), weight, out=empty(0, 64))
+    assert not launched
+
+
+def test_other_gpus_are_referred_to_the_kernel_for_few_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grouped_gemm, "is_hopper", lambda: False)
+    with (
+        record_launches() as launched,
+        pytest.raises(RuntimeError, match=r"requires a Hopper GPU; see `grouped\.linear`"),
+    ):
+        grouped_gemm.linear(empty(9, 128), weight_of(64, 128, MXFP4), out=empty(9, 64))
+    assert not launched
+
+
+# ---------------------------------------------------------------- operands
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": empty(17, 128), "out": empty(17, 64)}, r"x is \[17, 128\].* with up to 16 rows"),
+        ({"x": empty(5, 120)}, r"x is \[5, 120\]; expected \[m, 128\]"),
+        ({"x": empty(5, 128, dtype=torch.float16)}, "x is torch.float16; allowed"),
+        ({"x": empty(5, 256)[:, ::2]}, "x has strides"),
+        ({"weight": weight_of(48, 128, MXFP4), "gated": True, "out": empty(5, 24)}, "48 rows"),
+        ({"bias": empty(63)}, "bias is"),
+        ({"residual": empty(5, 64, dtype=torch.float32)}, "residual is"),
+        ({"out": empty(5, 32)}, "out is"),
+        ({"out": empty(5, 32, dtype=torch.float32), "gated": True}, "out is"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    given = {"x": empty(5, 128), "weight": weight_of(64, 128, MXFP4), "out": empty(5, 64)}
+    with record_launches() as launched, pytest.raises(ValueError, match=message):
+        grouped.linear(**(given | changes))
+    assert not launched
+
+
+def test_memory_for_the_values_has_the_shape_of_the_weight() -> None:
+    with record_launches(), pytest.raises(ValueError, match=r"weight is \[64, 128\]"):
+        grouped.dequantize(weight_of(64, 128, MXFP4), out=empty(64, 256))
