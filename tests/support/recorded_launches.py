@@ -17,10 +17,10 @@ from inflight.execution import cuda_runner
 from inflight.execution.drafters import device_passes
 from inflight.models import decoder_cuda
 from inflight.models.layers import attention as attention_layers
-from inflight.models.linear import scaled_cuda, unquantized_cuda
+from inflight.models.linear import grouped_cuda, scaled_cuda, unquantized_cuda
 from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.latent import products as latent_products
-from inflight_kernels.ops.linear import gemm, skinny_gemm, weight_only
+from inflight_kernels.ops.linear import gemm, grouped, grouped_gemm, skinny_gemm, weight_only
 from inflight_kernels.ops.moe import few, few_sizes, products
 from inflight_kernels.runtime.recording import Launched, record_launches
 
@@ -50,6 +50,7 @@ def recording(
     }
     modules = (
         *(attention_layers, attention_operands, decoder_cuda, scaled_cuda, unquantized_cuda),
+        *(grouped_cuda, grouped, grouped_gemm),
         *(gemm, latent_products, skinny_gemm, weight_only, products, few, few_sizes),
     )
     for module in modules:

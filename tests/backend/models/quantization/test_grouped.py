@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
-from inflight.models.quantization.grouped import GroupedMatrix, concatenated
+from inflight.models.quantization.grouped import GroupedMatrix, concatenated, in_one_kind
 from inflight.models.quantization.matrix import (
     column_parts,
     dequantized,
@@ -64,6 +66,81 @@ def test_only_matrices_of_one_kind_are_joined() -> None:
         drawn(2, 64, 32, zero=8, columns=torch.arange(64)),
     ):
         assert first.kind != other.kind
+
+
+def powers(rows: int, count: int, seed: int) -> Tensor:
+    """Scales with which sums and products are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return 2.0 ** torch.randint(-4, 3, (rows, count), generator=generator)
+
+
+def as_q4_k(rows: int, seed: int) -> GroupedMatrix:
+    """4 bits with minimums, as a GGUF file has most matrices; its formula is in ggml-quants.c."""
+    scales, minimums = powers(rows, 8, seed), -3 * powers(rows, 8, seed + 1)
+    return dataclasses.replace(drawn(rows, 256, 32, seed, minimums=minimums), scales=scales)
+
+
+def as_q6_k(rows: int, seed: int) -> GroupedMatrix:
+    """6 bits with a zero, as it has those that matter most."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 64, (rows, 256), dtype=torch.uint8, generator=generator)
+    return GroupedMatrix(codes, 6, powers(rows, 16, seed), zero=32)
+
+
+def test_matrices_of_different_kinds_have_the_same_values_in_one() -> None:
+    parts = [as_q4_k(4, 1), as_q6_k(2, 3), as_q4_k(3, 5)]
+    whole = in_one_kind(parts)
+    assert whole is not None
+    assert (whole.bits, whole.group, whole.zero) == (6, 16, 0)
+    assert whole.minimums is not None and whole.minimums.shape == whole.scales.shape == (9, 16)
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
+
+
+def test_matrices_of_one_kind_stay_in_it() -> None:
+    for make in (as_q4_k, as_q6_k):
+        whole = in_one_kind([make(4, 1), make(2, 3)])
+        assert whole is not None and whole.kind == make(4, 1).kind
+    levels = torch.linspace(-1, 1, 16)
+    whole = in_one_kind([drawn(2, 64, 32, seed, levels=levels) for seed in (1, 2)])
+    assert whole is not None and whole.levels is levels
+
+
+def test_groups_that_do_not_divide_one_another_are_cut() -> None:
+    parts = [
+        dataclasses.replace(drawn(2, 96, group), scales=powers(2, 96 // group, group))
+        for group in (48, 32)
+    ]
+    whole = in_one_kind(parts)
+    assert whole is not None and whole.group == 16
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"levels": torch.linspace(-1, 1, 16)}, {"columns": torch.arange(64).flip(0)}],
+    ids=["levels", "columns"],
+)
+def test_levels_and_columns_are_in_one_kind_only_if_all_have_the_same(
+    other: dict[str, Tensor],
+) -> None:
+    one, plain = drawn(2, 64, 32, **other), drawn(2, 64, 32, zero=8)
+    assert in_one_kind([one, plain]) is None
+    assert in_one_kind([plain, one]) is None
+    ((name, values),) = other.items()
+    changed = drawn(2, 64, 32, 1, **{name: values.flip(0).clone().roll(1)})
+    assert in_one_kind([one, changed]) is None
+
+
+def test_without_memory_matrices_of_different_kinds_have_the_shapes_of_one() -> None:
+    parts = [as_q4_k(4, 1), as_q6_k(2, 3)]
+    kept, shaped = (
+        in_one_kind(parts),
+        in_one_kind([part.to(torch.device("meta")) for part in parts]),
+    )
+    assert kept is not None and shaped is not None and shaped.codes.is_meta
+    assert shaped.kind == kept.kind and shaped.shape == kept.shape
+    assert shaped.minimums is not None and shaped.minimums.shape == shaped.scales.shape
+    assert shaped.scales.shape == kept.scales.shape
 
 
 def test_without_a_kernel_they_are_dequantised() -> None:
