@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiny
+from inflight.checkpoint.locate import locate
 from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory, shortage, size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
@@ -17,6 +18,7 @@ from inflight.models.registry import read_spec
 
 NUM_PARAMETERS = 1000
 GIB = 1 << 30
+GPT_OSS_120B = Path(__file__).parents[4] / "benchmarks/models/gpt-oss-120b-mxfp4"
 
 
 class FakeGpu:
@@ -102,6 +104,38 @@ def test_gpus_that_dequantise_need_memory_for_one_matrix(
     on_gpu = config(tmp_path, device="cuda", quantization=quantization)
     found = factory.gpu_weight_bytes(on_gpu, checkpoint, spec)
     assert found == 2 * spec.matrix_elements - in_8_bits * saved
+
+
+def test_codes_of_4_bits_and_memory_for_one_matrix_count_on_gpus(tmp_path: Path) -> None:
+    """With scales and minimums of 16 bits for each group of 64 columns, or, of matrices with 96, of
+    32."""
+    checkpoint = tiny.write_llama(tmp_path)
+    spec = read_spec(checkpoint)
+    linear = spec.num_layers * spec.matrix_elements_per_layer
+    down = spec.num_layers * 64 * 96
+    on_gpu = config(tmp_path, device="cuda", quantization="int4")
+    codes = (9 * (linear - down) + 10 * down) // 16
+    largest = 2 * 64 * 96  # gate and up
+    assert factory.gpu_weight_bytes(on_gpu, checkpoint, spec) == (
+        2 * (spec.matrix_elements - linear) + codes + 2 * largest
+    )
+    dequantised = config(tmp_path, device="cuda", quantization="none")
+    assert factory.gpu_weight_bytes(dequantised, checkpoint, spec) == 2 * spec.matrix_elements
+
+
+def test_gpt_oss_120b_fits_on_a_gpu_of_80_gb_in_codes() -> None:
+    """Its experts have 4 bits a value, and a scale of 16 bits for each group of 32."""
+    checkpoint = locate(str(GPT_OSS_120B))
+    spec = read_spec(checkpoint)
+    settings = {"device": "cuda", "random_weights": True}
+    in_codes = config(GPT_OSS_120B, **settings)
+    experts = 36 * 128 * 3 * 2880 * 2880
+    expected = 2 * (spec.matrix_elements - experts) + experts * 9 // 16
+    expected += 2 * 2 * 2880 * 2880  # gate and up of an expert, the largest matrix
+    found = factory.gpu_weight_bytes(in_codes, checkpoint, spec)
+    assert found == expected < 70e9
+    dequantised = config(GPT_OSS_120B, **settings, quantization="none")
+    assert factory.gpu_weight_bytes(dequantised, checkpoint, spec) == 2 * spec.matrix_elements
 
 
 def test_settings_that_the_model_does_not_allow_are_refused(tmp_path: Path) -> None:

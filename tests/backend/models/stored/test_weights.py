@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import gguf
 import numpy as np
@@ -12,7 +12,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
+from transformers import GptOssConfig
 
+import family
 import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
@@ -20,6 +22,9 @@ from inflight.checkpoint.safetensors import read_folder
 from inflight.errors import ConfigError
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import weight_shapes
+from inflight.models.quantization.grouped import GroupedMatrix
+from inflight.models.quantization.layouts.floats import E2M1
+from inflight.models.quantization.matrix import Matrix
 from inflight.models.registry import read_spec
 from inflight.models.spec import RopeSpec
 from inflight.models.stored.weights import StoredWeights, Weights, open_weights
@@ -271,6 +276,81 @@ def test_weights_stay_when_their_file_goes(tmp_path: Path) -> None:
     (text,) = tiny.generate(runner, [tiny.make_sequence([5, 9, 77], list(range(12)))], 10)
     fresh = tiny.make_runner(tiny.write_llama(tmp_path / "again"))
     assert text == tiny.generate(fresh, [tiny.make_sequence([5, 9, 77], list(range(12)))], 10)[0]
+
+
+# ---------------------------------------------------------------- drawn weights
+
+OF_GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+
+
+def drawn_gpt_oss(folder: Path, quantization: dict[str, str] | None) -> Checkpoint:
+    """Its config, with random weights."""
+    settings = GptOssConfig(**family.SHAPE | OF_GPT_OSS, sliding_window=family.WINDOW).to_dict()
+    settings["architectures"] = ["GptOssForCausalLM"]
+    if quantization is not None:
+        settings["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(settings))
+    return Checkpoint(folder, "huggingface", random_weights=True)
+
+
+def is_of_expert(name: str) -> bool:
+    return ".mlp.experts." in name and name.endswith(".weight")
+
+
+def test_experts_of_folders_in_mxfp4_are_drawn_in_codes(tmp_path: Path) -> None:
+    checkpoint = drawn_gpt_oss(tmp_path, {"quant_method": "mxfp4"})
+    weights, again = open_all(checkpoint), open_all(checkpoint)
+    assert any(is_of_expert(name) for name in weights.shapes)
+    for name, shape in weights.shapes.items():
+        found = weights.read_matrix(name)
+        assert found.shape == shape
+        if not is_of_expert(name):
+            assert isinstance(found, torch.Tensor)
+            assert torch.equal(found, weights.read(name)), name
+            continue
+        assert isinstance(found, GroupedMatrix)
+        assert (found.bits, found.group, found.zero) == (4, 32, 0)
+        assert found.minimums is None and found.columns is None
+        assert found.levels is not None and torch.equal(found.levels, E2M1)
+        assert found.codes.unique().tolist() == list(range(16))
+        values = found.dequantized()
+        assert abs(float(values.std()) - 0.023) < 0.002 and abs(float(values.mean())) < 0.002
+        same = again.read_matrix(name)
+        assert isinstance(same, GroupedMatrix) and torch.equal(same.codes, found.codes)
+    experts = [one.codes for one in map(weights.read_matrix, weights.shapes) if is_grouped(one)]
+    assert not any(torch.equal(experts[0], other) for other in experts[1:])
+
+
+def is_grouped(one: Matrix) -> TypeGuard[GroupedMatrix]:
+    return isinstance(one, GroupedMatrix)
+
+
+def test_without_memory_drawn_experts_are_of_the_same_kinds(tmp_path: Path) -> None:
+    checkpoint = drawn_gpt_oss(tmp_path, {"quant_method": "mxfp4"})
+    spec, weights = read_spec(checkpoint), open_all(checkpoint)
+    without_memory = open_weights(checkpoint, spec, weight_shapes(spec), "meta")
+    for name in weights.shapes:
+        found, shaped = weights.read_matrix(name), without_memory.read_matrix(name)
+        assert shaped.shape == found.shape
+        assert isinstance(shaped, GroupedMatrix) == isinstance(found, GroupedMatrix), name
+        if isinstance(found, GroupedMatrix):
+            assert isinstance(shaped, GroupedMatrix) and shaped.codes.is_meta
+            assert shaped.kind == found.kind and shaped.scales.shape == found.scales.shape
+        else:
+            assert isinstance(shaped, torch.Tensor) and shaped.is_meta
+
+
+@pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8"}], ids=["none", "fp8"])
+def test_experts_of_other_folders_are_drawn_in_16_bits(
+    tmp_path: Path, quantization: dict[str, str] | None
+) -> None:
+    weights = open_all(drawn_gpt_oss(tmp_path, quantization))
+    for name in filter(is_of_expert, weights.shapes):
+        found = weights.read_matrix(name)
+        assert isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------- stacks
 
 
 def test_stacked_matrices_are_tensors_of_their_own(tmp_path: Path) -> None:
