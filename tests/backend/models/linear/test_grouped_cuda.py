@@ -19,7 +19,7 @@ from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.layouts.floats import E2M1
 from inflight.models.quantization.rounding import quantize_groups
-from inflight_kernels.ops.linear import gemm, grouped_rows
+from inflight_kernels.ops.linear import gemm, grouped, grouped_rows
 from inflight_kernels.ops.linear.grouped_rows import KINDS, GroupedKind, dequantized
 from inflight_kernels.runtime.recording import Launched
 
@@ -159,7 +159,12 @@ def test_more_tokens_than_a_kernel_takes_are_split(
     if is_hopper:
         assert taken == [(20, None), (17, 17), (256, None), (44, None)]
     else:
-        assert taken == [(16, None), (4, None), (16, 16), (1, 1), *[(16, None)] * 18, (12, None)]
+        most = grouped.MAX_TOKENS
+        lengths = [[min(most, count - i) for i in range(0, count, most)] for count in (20, 17, 300)]
+        plain, added, head = lengths
+        alone = [(length, None) for length in plain + head]
+        both = [(length, length) for length in added]
+        assert taken == [*alone[: len(plain)], *both, *alone[len(plain) :]]
 
 
 def test_no_product_begins_before_the_weight_is_dequantised(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,44 +36,114 @@ MXFP4 = GroupedKind(E2M1, 32, False)
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 each_gate = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm, "is_hopper", lambda: True)
+    for module in (grouped, grouped_gemm):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda: 132)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def weight_of(n: int, k: int, kind: GroupedKind) -> GroupedRows:
+    table = empty(32, dtype=torch.uint8) if kind.codes == TABLE else None
+    return grouped_rows.empty(1, n, k, kind, META, table)
+
+
+def compiled(module: Any) -> set[str]:
+    return {name for _, every, _ in module.instantiations() for name in every}
+
+
 # ---------------------------------------------------------------- few tokens
+
+
+class FewTokens(NamedTuple):
+    """A launch for few tokens: what the kernel is compiled for, and some of its operands."""
+
+    name: str
+    tokens: int
+    tiles: int
+    warps: int
+    depth: int
+    threads: int
+    phase: int
+    shared: int
+
+
+LaunchOf = Callable[[int, int, GroupedKind, bool], FewTokens]
+
+
+@pytest.fixture
+def launch_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchOf]:
+    """What is launched for m tokens, k columns, a kind, and gated or not."""
+    found: list[FewTokens] = []
+
+    def kernel(stem: str, name: str) -> Callable[..., None]:
+        def launch(blocks: int, threads: int, *operands: Any, shared: int, pdl: bool) -> None:
+            *_, phase, _, _ = operands
+            sizes = map(int, name.rstrip(">").rsplit(", ", 4)[1:])
+            found.append(FewTokens(name, *sizes, threads, phase, shared))
+
+        return launch
+
+    monkeypatch.setattr(grouped, "kernel", kernel)
+
+    def made(m: int, k: int, kind: GroupedKind, gated: bool) -> FewTokens:
+        out = empty(m, 32 if gated else 64)
+        grouped.linear(empty(m, k), weight_of(64, k, kind), out=out, gated=gated)
+        return found.pop()
+
+    with record_launches():
+        yield made
 
 
 @each_kind
 @each_gate
-def test_blocks_of_few_tokens_fit_on_a_multiprocessor(kind: GroupedKind, gated: bool) -> None:
+def test_products_of_few_tokens_have_kernels_that_fit_on_a_multiprocessor(
+    launch_of: LaunchOf, kind: GroupedKind, gated: bool
+) -> None:
+    available = compiled(grouped)
     for m in range(1, MAX_TOKENS + 1):
         for k in WIDTHS if not gated else HIDDEN_SIZES:
-            tile = grouped.plan(m, k, gated)
-            assert tile.shared_bytes(m, k, kind) <= MAX_SHARED_BYTES, (m, k, tile)
+            found = launch_of(m, k, kind, gated)
+            assert found.name.startswith(f"grouped_gemm<{kind.name}, ")
+            assert found.name in available
+            assert found.shared <= MAX_SHARED_BYTES, (m, k, found)
+            assert found.threads == 32 * found.warps <= 1024
 
 
+@each_kind
 @each_gate
-def test_a_tile_has_place_for_all_tokens_and_both_halves_of_a_gated_weight(gated: bool) -> None:
+def test_a_tile_has_place_for_all_tokens_and_both_halves_of_a_gated_weight(
+    launch_of: LaunchOf, kind: GroupedKind, gated: bool
+) -> None:
     for m in range(1, MAX_TOKENS + 1):
         for k in WIDTHS:
-            tile = grouped.plan(m, k, gated)
-            assert tile in grouped._TILES
-            assert m <= tile.tokens and tile.tokens % 8 == 0
-            assert not gated or tile.tiles % 2 == 0
+            found = launch_of(m, k, kind, gated)
+            assert m <= found.tokens and found.tokens % 8 == 0
+            assert not gated or found.tiles % 2 == 0
 
 
+@each_kind
 @each_gate
-def test_all_columns_of_x_are_in_some_phase(gated: bool) -> None:
+def test_all_columns_of_x_are_in_some_phase(
+    launch_of: LaunchOf, kind: GroupedKind, gated: bool
+) -> None:
     for m in range(1, MAX_TOKENS + 1):
         for k in WIDTHS:
-            tile = grouped.plan(m, k, gated)
-            phase = tile.phase(m, k)
-            assert phase > 0
+            found = launch_of(m, k, kind, gated)
             # Of whole planes if there is one; of records that all warps load at a time if not.
-            at_once = RECORD_COLUMNS * tile.warps * tile.depth
-            assert phase % (256 if phase >= k else at_once) == 0
-            assert phase - k < 256
+            at_once = RECORD_COLUMNS * found.warps * found.depth
+            assert found.phase > 0
+            assert found.phase % (grouped._PLANE_COLUMNS if found.phase >= k else at_once) == 0
 
 
-def test_x_that_fits_is_read_once() -> None:
-    assert [grouped.plan(m, 4096, False).phase(m, 4096) for m in (1, 2, 8)] == [4096] * 3
-    assert grouped.plan(16, 14336, False).phase(16, 14336) < 14336
+def test_x_that_fits_is_read_once(launch_of: LaunchOf) -> None:
+    assert [launch_of(m, 4096, MXFP4, False).phase for m in (1, 2, 8)] == [4096] * 3
+    assert launch_of(MAX_TOKENS, 14336, MXFP4, False).phase < 14336
 
 
 @pytest.mark.parametrize("num_multiprocessors", GPUS)
@@ -130,44 +201,17 @@ def test_columns_are_shared_by_as_few_blocks_as_keep_multiprocessors_busy(
 # ---------------------------------------------------------------- launches
 
 
-@pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_gemm, "is_hopper", lambda: True)
-    for module in (grouped, grouped_gemm):
-        monkeypatch.setattr(module, "num_multiprocessors", lambda: 132)
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device=META)
-
-
-def weight_of(n: int, k: int, kind: GroupedKind) -> GroupedRows:
-    table = empty(32, dtype=torch.uint8) if kind.codes == TABLE else None
-    return grouped_rows.empty(1, n, k, kind, META, table)
-
-
 def names(launched: Launched, stem: str) -> list[str]:
     assert {found for found, _ in launched} == {stem}
     return [name for _, name in launched]
 
 
-def compiled(module: Any) -> set[str]:
-    return {name for _, every, _ in module.instantiations() for name in every}
-
-
 @each_kind
-@each_gate
-@pytest.mark.parametrize("k", [2048, 14336])
-def test_all_kernels_of_few_tokens_are_compiled(kind: GroupedKind, gated: bool, k: int) -> None:
-    weight = weight_of(64, k, kind)
+def test_the_values_of_a_weight_have_a_kernel_of_its_kind(kind: GroupedKind) -> None:
     with record_launches() as launched:
-        for m in range(1, MAX_TOKENS + 1):
-            grouped.linear(empty(m, k), weight, out=empty(m, 32 if gated else 64), gated=gated)
-        grouped.dequantize(weight, out=empty(64, k))
-    found = names(launched, "grouped_gemm")
-    assert all(f"<{kind.name}" in name for name in found)
-    assert {name.partition("<")[0] for name in found} == {"grouped_gemm", "grouped_dequantize"}
-    assert set(found) <= compiled(grouped)
+        grouped.dequantize(weight_of(64, 2048, kind), out=empty(64, 2048))
+    assert names(launched, "grouped_gemm") == [f"grouped_dequantize<{kind.name}>"]
+    assert set(names(launched, "grouped_gemm")) <= compiled(grouped)
 
 
 @each_kind
@@ -209,7 +253,10 @@ def test_other_gpus_are_referred_to_the_kernel_for_few_tokens(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": empty(17, 128), "out": empty(17, 64)}, r"x is \[17, 128\].* with up to 16 rows"),
+        (
+            {"x": empty(MAX_TOKENS + 1, 128), "out": empty(MAX_TOKENS + 1, 64)},
+            rf"x is \[{MAX_TOKENS + 1}, 128\].* with up to {MAX_TOKENS} rows",
+        ),
         ({"x": empty(5, 120)}, r"x is \[5, 120\]; expected \[m, 128\]"),
         ({"x": empty(5, 128, dtype=torch.float16)}, "x is torch.float16; allowed"),
         ({"x": empty(5, 256)[:, ::2]}, "x has strides"),
