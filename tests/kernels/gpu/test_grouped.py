@@ -24,7 +24,7 @@ from inflight_kernels.ops.linear.grouped_rows import (
 pytestmark = pytest.mark.gpu
 
 BOUND = 1.5 * ROUNDING[torch.bfloat16]  # weights are rounded, or are not, and so is the result
-FEW, SOME = [1, 2, 7, 8, 9, 16], [1, 17, 33, 64, 65, 128, 200, 300]
+FEW, SOME = [1, 2, 3, 4, 5, 7, 8], [1, 17, 33, 64, 65, 128, 200, 300]
 CASES = [(grouped.linear, m) for m in FEW] + [(grouped_gemm.linear, m) for m in SOME]
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1005, 1296), (124, 16), (130, 96)]
 EACH_CODE = [
@@ -172,7 +172,7 @@ def test_a_chain_with_dependent_launches_replays_from_a_graph(linear, tokens) ->
 def test_operands_that_do_not_fit_are_refused() -> None:
     x, weight = _random(3, 576), random_rows(192, 576, EACH_CODE[0])
     out = torch.empty(3, 192, dtype=x.dtype, device="cuda")
-    with pytest.raises(ValueError, match="expected \\[m, 576\\] with up to 16 rows"):
+    with pytest.raises(ValueError, match="expected \\[m, 576\\] with up to 8 rows"):
         grouped.linear(_random(17, 576), weight, out=out)
     with pytest.raises(ValueError, match="out is"):
         grouped.linear(x, weight, out=out[:, :96])

@@ -13,6 +13,7 @@ from inflight.cli.bench.svg import (
     PURPLE,
     RED,
     SKY,
+    YELLOW,
     attribute,
 )
 from inflight.cli.bench.trace import GAP, GROUPS, OTHER, StepProfile
@@ -28,6 +29,7 @@ _MIN_LABEL_WIDTH = 44
 
 _COLOURS = {
     "linear": BLUE,
+    "experts": YELLOW,
     "attention": ORANGE,
     "norm, rope, activation": GREEN,
     "sampling": PURPLE,
@@ -48,7 +50,7 @@ _STYLE = """
   }
 """
 # White text is hard to read on these.
-_LIGHT = {"attention", "batch state", "sampling"}
+_LIGHT = {"attention", "batch state", "sampling", "experts"}
 
 
 def svg(title: str, profiles: Sequence[StepProfile]) -> str:

@@ -33,11 +33,23 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"|sampl|argmax|greedy|penalt|multinomial|softmax",
         ),
         ("batch state", r"^(begin|end)_step$|^write_(tables|row_params)$"),
-        ("linear", r"gemm|gemv|matmul|nvjet|cutlass|cublas|splitk|linear|aten::(add)?mm$"),
+        ("experts", r"^(few|score)_|expert|^route$|^gather_rows$|^moe"),
+        (
+            "linear",
+            r"gemm|gemv|^grouped_|matmul|nvjet|cutlass|cublas|splitk|linear|aten::(add)?mm$",
+        ),
         ("norm, rope, activation", r"norm|rope|rotary|silu|gelu|embedding"),
     )
 )
-GROUPS = ("linear", "attention", "norm, rope, activation", "sampling", "batch state", "copies")
+GROUPS = (
+    "linear",
+    "experts",
+    "attention",
+    "norm, rope, activation",
+    "sampling",
+    "batch state",
+    "copies",
+)
 
 
 @dataclass(frozen=True, slots=True)

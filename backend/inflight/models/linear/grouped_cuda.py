@@ -15,14 +15,14 @@ from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows
 from inflight_kernels.ops.linear.operands import Input
 from inflight_kernels.runtime.launch import is_hopper
 
-_MAX_FEW_TOKENS = 8
+_MAX_FEW_TOKENS = grouped.MAX_TOKENS
 """On Hopper, up to so many take the kernel for few tokens."""
 
 _MAX_MULTIPLIED_TOKENS = 256
 """On Hopper, more are multiplied by the dequantised weight, whose writing they outweigh."""
 
-_MAX_STREAMED_TOKENS = 2 * grouped.MAX_TOKENS
-"""The same on other GPUs, where the weight is read once for each 16 tokens."""
+_MAX_STREAMED_TOKENS = 4 * grouped.MAX_TOKENS
+"""The same on other GPUs, where the weight is read once for each 8 tokens."""
 
 
 class CudaGroupedLinear:

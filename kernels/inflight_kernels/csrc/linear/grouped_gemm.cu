@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_values(const Loaded<R> (&loaded)[TILES]
 // The same in planes.
 template <class R, int TOKENS, int TILES>
 __device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TILES],
-                                                   const unsigned (&x)[TOKENS / 8], int lower,
+                                                   const unsigned (&x)[TOKENS / 8],
                                                    const GroupOfX* groups, int stride,
                                                    Sums<TOKENS> (&sums)[TILES]) {
     Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
@@ -64,21 +64,21 @@ __device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TIL
         const unsigned* const words = loaded[t].words + group * (R::MINIMUMS ? 2 : 1);
         return make_uint2(words[0], R::MINIMUMS ? words[R::MINIMUMS ? 1 : 0] : 0);
     };
-    multiply_planes<R, TILES, TOKENS / 8>(codes, words_of, x, lower, groups, stride, sums);
+    multiply_planes<R, TILES, TOKENS / 8>(codes, words_of, x, groups, stride, sums);
 }
 
 }  // namespace grouped
 
-// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= TOKENS, k a multiple of 8; rows of x are
-// `stride` values apart.
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= TOKENS, in planes half as many, k a multiple
+// of 8; rows of x are `stride` values apart.
 // Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
 // 16; + residual (bias and residual may be null; out may alias the residual, and is float if `wide`). A tile is 16 * TILES
 // rows of the weight, or half as many of gate and of up; block b computes tiles b, b + blocks and so
 // on. WARPS warps share the columns; their sums are added in order. `values` is null unless codes
 // are indices. x is read `phase` columns at a time, a multiple of COLUMNS * WARPS * DEPTH, or all of
 // them, rounded up to PLANE_COLUMNS.
-// Dynamic shared memory: m rows of 2 * phase + 16 bytes, twice WARPS * TOKENS * (16 * TILES + 4)
-// floats, and for each GROUP columns of a phase TOKENS times 8 bytes.
+// Dynamic shared memory: m rows of 2 * phase + 32 bytes, twice WARPS * TOKENS * (16 * TILES + 4)
+// floats, and in planes for each GROUP columns of a phase TOKENS times 8 bytes.
 template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
     grouped_gemm(const __nv_bfloat16* x, int stride, const unsigned char* records,
@@ -136,19 +136,22 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;
 
-    // Of tokens that there are not, sums of the last one are computed, and not stored. A row has 16
-    // bytes more than its columns: rows begin in different banks.
+    // Of tokens that there are not, sums of the last one are computed, and not stored. A row, or one
+    // of its planes, has 16 bytes more than its columns: rows begin in different banks.
     constexpr bool PLANES = IN_PLANES<R>;
-    constexpr int COLUMN_BYTES = PLANES ? 1 : 2;
-    const int pitch = 2 * phase + 16, num_groups = phase / R::GROUP;
+    constexpr int COLUMN_BYTES = PLANES ? 1 : 2, ROWS_AT_ONCE = PLANES ? PLANE_TOKENS : 8;
+    const int pitch = COLUMN_BYTES * phase + 16, num_groups = PLANES ? phase / R::GROUP : 0;
     GroupOfX* const groups = reinterpret_cast<GroupOfX*>(memory + 2 * SUMS * sizeof(float));
     unsigned char* const x_memory =
         reinterpret_cast<unsigned char*>(groups + num_groups * TOKENS);
     unsigned x_rows[TOKENS / 8];
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; j++)
-        x_rows[j] = ptx::shared_address(x_memory) + min(8 * j + lane % 8, m - 1) * pitch +
-                    lane / 8 * 16 + warp * (COLUMN_BYTES * COLUMNS);
+    for (int j = 0; j < TOKENS / 8; j++) {
+        const int row = min(j * ROWS_AT_ONCE + lane % ROWS_AT_ONCE, m - 1);
+        x_rows[j] = ptx::shared_address(x_memory) +
+                    (PLANES ? 2 * row + lane % 8 / PLANE_TOKENS : row) * pitch + lane / 8 * 16 +
+                    warp * (COLUMN_BYTES * COLUMNS);
+    }
     const auto load_x = [&](int begin, int end) {
         if constexpr (PLANES) {
             const int of_row = (end - begin + PLANE_COLUMNS - 1) / PLANE_COLUMNS * HALF_WARP;
@@ -166,8 +169,9 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
                                               : make_uint4(0, 0, 0, 0),
                                           *reinterpret_cast<float(*)[8]>(values + 8 * half));
                 const int group = place / PLANE_COLUMNS * (PLANE_COLUMNS / R::GROUP);
-                convert<R>(values, x_memory + row * pitch + place, phase,
-                           groups + (row / 8 * num_groups + group) * 8 + row % 8);
+                convert<R>(values, x_memory + 2 * row * pitch + place, pitch,
+                           groups + (row / PLANE_TOKENS * num_groups + group) * 8 +
+                               row % PLANE_TOKENS);
             }
         } else {
             const int vectors = (end - begin) / 8;
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
                     if (i + d < count) {
                         if constexpr (PLANES)
                             multiply_in_planes<R, TOKENS, TILES>(
-                                ahead[d], rows, phase,
+                                ahead[d], rows,
                                 groups + (warp + (i + d) * WARPS) * (R::GROUPS * 8),
                                 num_groups * 8, sums);
                         else
@@ -237,9 +241,13 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
             if (first + column >= width) continue;
             const auto sum_of = [&](int tile_row, int weight_row) {
                 float sum = 0.0f;
+                const float* const first_part =
+                    partial + (row / ROWS_AT_ONCE * 8 + row % ROWS_AT_ONCE) * PITCH + tile_row;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++)
-                    sum += partial[(w * TOKENS + row) * PITCH + tile_row];
+                for (int w = 0; w < WARPS; w++) {
+                    sum += first_part[w * TOKENS * PITCH];
+                    if (PLANES) sum += first_part[(w * TOKENS + PLANE_TOKENS) * PITCH];
+                }
                 return bias ? sum + static_cast<float>(bias[weight_row]) : sum;
             };
             float value = sum_of(column, first + column);

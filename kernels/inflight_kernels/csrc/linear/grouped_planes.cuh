@@ -1,8 +1,9 @@
 // Products of integers of 4 bits with x by the tensor cores for integers: a code becomes a byte in
 // half of the instructions that it takes to become bfloat16.
 //
-// x, scaled by its largest of 256 columns, is an integer of 16 bits: an upper byte and a lower one.
-// Its error is at most 2^-16 of that largest one. Scales multiply sums of a group.
+// x, scaled by its largest of 256 columns, is an integer of 16 bits, in two planes: its upper byte
+// and its lower one. Its error is at most 2^-16 of that largest one. A token's planes are two columns
+// of a product, so 8 columns are 4 tokens. Scales multiply sums of a group, of either plane.
 #pragma once
 
 #include "linear/grouped.cuh"
@@ -16,6 +17,7 @@ constexpr bool IN_PLANES = R::CODES == INT4 && R::GROUP == COLUMNS;
 
 constexpr int PLANE_COLUMNS = 256;  // with a scale of x in common
 constexpr int LANE_COLUMNS = 16;    // that a lane converts
+constexpr int PLANE_TOKENS = 4;     // of 8 columns of a product: their upper planes, then the lower
 
 // What x's sums of a group are multiplied with, and what is added then; both contain its scale.
 struct GroupOfX {
@@ -40,8 +42,8 @@ constexpr float MIDDLE = 12582912.0f;
 
 // Converts 16 columns of a row, whose values are given as floats. All lanes of a warp call it, each
 // half of which has PLANE_COLUMNS. `to` is the place of the upper plane, `lower` bytes before that
-// of the lower one; `groups` that of the row's first group of these columns, one of each 8 rows
-// behind the other.
+// of the lower one; `groups` that of the first group of these columns in the column of the upper
+// plane, those of 8 columns of a product behind each other.
 //
 // In each 16 columns of a plane lie 2p, 2p + 8, 2p + 1 and 2p + 9 next to each other, for p from 0
 // to 3: the order of a record's codes.
@@ -86,7 +88,9 @@ __device__ __forceinline__ void convert(const float (&x)[LANE_COLUMNS], unsigned
     if (lane % LANES == 0) {
         const bool finite = fabsf(sum) < __uint_as_float(0x7f800000u);
         const int index = lane % (PLANE_COLUMNS / LANE_COLUMNS) / LANES;
-        groups[index * 8] = {finite ? inverse : __uint_as_float(0x7fffffffu), -8.0f * sum};
+        groups[index * 8] = {finite ? 256.0f * inverse : __uint_as_float(0x7fffffffu),
+                             -8.0f * sum};
+        groups[index * 8 + PLANE_TOKENS] = {inverse, 0.0f};
     }
 }
 
@@ -101,52 +105,43 @@ __device__ __forceinline__ void bytes_of(const Codes<R>& codes, unsigned (&to)[4
     }
 }
 
-// Adds the products of a record of each of TILES tiles to sums of 16 rows by 8 * PARTS tokens, in
+// Adds the products of a record of each of TILES tiles to sums of 16 rows by 8 * PARTS columns, in
 // fragments.
 //   words_of(t, group)  the scales of a lane's two rows, and their minimums
-//   x                   addresses of this lane's rows of ldmatrix in the upper plane
-//   lower               bytes from that to the lower plane
-//   groups              of x, of these columns, [GROUPS, 8] for each 8 tokens, `stride` apart
+//   x                   addresses of this lane's rows of ldmatrix
+//   groups              of x, of a record's columns, [GROUPS, 8] for each part, `stride` apart
 template <class R, int TILES, int PARTS, class WordsOf>
 __device__ __forceinline__ void multiply_planes(const Codes<R> (&codes)[TILES][4],
                                                 const WordsOf& words_of,
-                                                const unsigned (&x)[PARTS], int lower,
+                                                const unsigned (&x)[PARTS],
                                                 const GroupOfX* groups, int stride,
                                                 float (&sums)[TILES][PARTS][4]) {
     constexpr int PER_GROUP = R::GROUP / (2 * STEP);  // products of 32 columns
-    int found[TILES][PARTS][2][4];
-    unsigned planes[PARTS][2][4];
+    int found[TILES][PARTS][4];
+    unsigned b[PARTS][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (i % 2 == 0)
 #pragma unroll
-            for (int j = 0; j < PARTS; j++) {
-                ptx::load_matrices(planes[j][0], x[j] + 32 * i);
-                ptx::load_matrices(planes[j][1], x[j] + 32 * i + lower);
-            }
-        if (i % PER_GROUP == 0)
+        for (int j = 0; i % 2 == 0 && j < PARTS; j++) ptx::load_matrices(b[j], x[j] + 32 * i);
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
+        for (int t = 0; i % PER_GROUP == 0 && t < TILES; t++)
 #pragma unroll
-                for (int j = 0; j < PARTS; j++)
+            for (int j = 0; j < PARTS; j++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) found[t][j][0][e] = found[t][j][1][e] = MIDDLE_BITS;
+                for (int e = 0; e < 4; e++) found[t][j][e] = MIDDLE_BITS;
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
             unsigned a[4];
             bytes_of<R>(codes[t][i], a);
 #pragma unroll
             for (int j = 0; j < PARTS; j++)
-#pragma unroll
-                for (int plane = 0; plane < 2; plane++)
-                    mma_bytes(found[t][j][plane], a, planes[j][plane][i % 2 * 2],
-                              planes[j][plane][i % 2 * 2 + 1]);
+                mma_bytes(found[t][j], a, b[j][i % 2 * 2], b[j][i % 2 * 2 + 1]);
         }
         if (i % PER_GROUP != PER_GROUP - 1) continue;
         const int group = i / PER_GROUP;
 #pragma unroll
         for (int j = 0; j < PARTS; j++) {
-            // Of this lane's two tokens.
+            // Of this lane's two columns.
             const float4 both = *reinterpret_cast<const float4*>(groups + j * stride + group * 8 +
                                                                  threadIdx.x % 4 * 2);
             const GroupOfX of_x[2] = {{both.x, both.y}, {both.z, both.w}};
@@ -157,9 +152,7 @@ __device__ __forceinline__ void multiply_planes(const Codes<R> (&codes)[TILES][4
                                          __uint_as_float(words.x & 0xffff0000u)};
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const float upper = __int_as_float(found[t][j][0][e]) - MIDDLE;
-                    const float lower = __int_as_float(found[t][j][1][e]) - MIDDLE;
-                    const float sum = upper * 256.0f + lower;
+                    const float sum = __int_as_float(found[t][j][e]) - MIDDLE;
                     sums[t][j][e] +=
                         scales[e / 2] * (sum * of_x[e % 2].factor + of_x[e % 2].added);
                 }

@@ -25,7 +25,7 @@ from inflight_kernels.ops.linear.operands import check_grouped_operands
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import check, kernel, num_multiprocessors
 
-MAX_TOKENS = 16
+MAX_TOKENS = 8
 
 _DEQUANTIZING_WARPS = 8
 _DEQUANTIZED_PITCH = 2 * RECORD_COLUMNS + 16
@@ -43,7 +43,7 @@ class Tile:
     """What a block computes, and how.
 
     Attributes:
-        tokens: of x, padding included.
+        tokens: of x, padding included; in planes each counts twice.
         tiles: of RECORD_ROWS rows of the weight; half of them gate and half up if gated.
         warps: which share the columns.
         depth: records of each tile that a warp loads ahead.
@@ -66,7 +66,8 @@ class Tile:
         """Dynamic shared memory of a block for m tokens."""
         phase = self.phase(m, k)
         sums = 4 * self.warps * self.tokens * (self.tiles * RECORD_ROWS + 4)
-        return 2 * sums + m * self._x_pitch(phase) + phase // kind.group * self.tokens * 8
+        groups = phase // kind.group * self.tokens * 8 if kind.in_planes else 0
+        return 2 * sums + m * self._x_pitch(phase) + groups
 
     def blocks(self, n: int, num_multiprocessors: int) -> int:
         """To launch for a weight with n rows."""
@@ -82,36 +83,41 @@ class Tile:
 
     @staticmethod
     def _x_pitch(columns: int) -> int:
-        return 2 * columns + 16
+        return 2 * columns + 32
 
 
 # Tiles that the kernel is compiled for. Many warps share x in shared memory, which counts if there
-# are several tokens; with few of them, several blocks fit on a multiprocessor.
+# are several tokens or many columns; with few of them, several blocks fit on a multiprocessor.
 _ONE_TOKEN = Tile(8, 1, depth=4)
 _ONE_TOKEN_GATED = Tile(8, 2, depth=1)
 _FEW_TOKENS = Tile(8, 1, warps=16)
 _GATED = Tile(8, 2, warps=16)
-_MORE_TOKENS = Tile(16, 2, warps=16, depth=1)
-_TILES = (_ONE_TOKEN, _ONE_TOKEN_GATED, _FEW_TOKENS, _GATED, _MORE_TOKENS)
+# Of kinds in planes alone.
+_MORE_TOKENS = Tile(16, 1, warps=16)
+_MORE_GATED = Tile(16, 2, warps=16, depth=1)
+_TILES = (_ONE_TOKEN, _ONE_TOKEN_GATED, _FEW_TOKENS, _GATED)
+_PLANE_TILES = (*_TILES, _MORE_TOKENS, _MORE_GATED)
+
+_MANY_COLUMNS = 8192
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, k: int, gated: bool) -> Tile:
+def plan(m: int, k: int, gated: bool, in_planes: bool = False) -> Tile:
     """The tile of a product; chosen by measurements on an H200 (benchmarks/notes.md).
 
     Args:
         m: tokens, up to MAX_TOKENS.
         k: columns of the weight.
         gated: whether the weight is gate | up.
+        in_planes: whether a token is two columns of a product.
     """
-    if m > _GATED.tokens:
-        return _MORE_TOKENS
-    if m <= 2:
+    if m <= 2 and (gated or k < _MANY_COLUMNS):
         return _ONE_TOKEN_GATED if gated else _ONE_TOKEN
-    if gated:
-        return _GATED
+    one, two = _FEW_TOKENS, _GATED
+    if in_planes and 2 * m > two.tokens:
+        one, two = _MORE_TOKENS, _MORE_GATED
     # With two tiles, x is read half as often, which counts if it does not stay in shared memory.
-    return _FEW_TOKENS if _FEW_TOKENS.phase(m, k) >= k else _GATED
+    return two if gated or k >= _MANY_COLUMNS or one.phase(m, k) < k else one
 
 
 def linear(
@@ -145,7 +151,7 @@ def linear(
     )
     if not m or not n:
         return
-    tile = plan(m, k, gated)
+    tile = plan(m, k, gated, weight.kind.in_planes)
     kernel("grouped_gemm", _name(weight.kind, tile))(
         tile.blocks(n, num_multiprocessors()),
         32 * tile.warps,
@@ -206,12 +212,16 @@ def _dequantizing_name(kind: GroupedKind) -> str:
     return f"grouped_dequantize<{kind.name}>"
 
 
+def _tiles(kind: GroupedKind) -> tuple[Tile, ...]:
+    return _PLANE_TILES if kind.in_planes else _TILES
+
+
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     return [
         (
             "grouped_gemm",
-            (*(_name(kind, tile) for tile in _TILES), _dequantizing_name(kind)),
+            (*(_name(kind, tile) for tile in _tiles(kind)), _dequantizing_name(kind)),
             (),
         )
         for kind in KINDS

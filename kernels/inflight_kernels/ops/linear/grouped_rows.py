@@ -54,6 +54,11 @@ class GroupedKind:
         return f"grouped::Records<{self.codes}, {self.group}, {str(self.minimums).lower()}>"
 
     @property
+    def in_planes(self) -> bool:
+        """Whether few tokens are multiplied in planes (grouped_planes.cuh)."""
+        return self.codes == INT4 and self.group == RECORD_COLUMNS
+
+    @property
     def record_bytes(self) -> int:
         return self._code_bytes + RECORD_COLUMNS // self.group * (64 if self.minimums else 32)
 
