@@ -312,7 +312,7 @@ def test_experts_of_folders_in_mxfp4_are_drawn_in_codes(tmp_path: Path) -> None:
         assert (found.bits, found.group, found.zero) == (4, 32, 0)
         assert found.minimums is None and found.columns is None
         assert found.levels is not None and torch.equal(found.levels, E2M1)
-        assert found.codes.unique().tolist() == list(range(16))
+        assert set(found.codes.flatten().tolist()) == set(range(16))
         values = found.dequantized()
         assert abs(float(values.std()) - 0.023) < 0.002 and abs(float(values.mean())) < 0.002
         same = again.read_matrix(name)

@@ -84,8 +84,8 @@ def launch_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchOf]:
     def kernel(stem: str, name: str) -> Callable[..., None]:
         def launch(blocks: int, threads: int, *operands: Any, shared: int, pdl: bool) -> None:
             *_, phase, _, _ = operands
-            sizes = map(int, name.rstrip(">").rsplit(", ", 4)[1:])
-            found.append(FewTokens(name, *sizes, threads, phase, shared))
+            tokens, tiles, warps, depth = map(int, name.rstrip(">").rsplit(", ", 4)[1:])
+            found.append(FewTokens(name, tokens, tiles, warps, depth, threads, phase, shared))
 
         return launch
 
@@ -270,7 +270,8 @@ def test_other_gpus_are_referred_to_the_kernel_for_few_tokens(
 def test_operands_that_do_not_fit_are_refused_by_name(
     changes: dict[str, Any], message: str
 ) -> None:
-    given = {"x": empty(5, 128), "weight": weight_of(64, 128, MXFP4), "out": empty(5, 64)}
+    weight = weight_of(64, 128, MXFP4)
+    given: dict[str, Any] = {"x": empty(5, 128), "weight": weight, "out": empty(5, 64)}
     with record_launches() as launched, pytest.raises(ValueError, match=message):
         grouped.linear(**(given | changes))
     assert not launched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,7 +312,7 @@ def test_operands_of_another_shape_are_refused_by_name() -> None:
 # ---------------------------------------------------------------- layout
 
 
-def lane_words(found: GroupedRows) -> np.ndarray:
+def lane_words(found: GroupedRows) -> Any:
     """[steps, lanes, words] of the first record, as `grouped::split` takes them."""
     wide = found.kind.codes == INT8
     raw = found.records[0, 0, : 2048 if wide else 1024].numpy().view(np.uint32)
@@ -321,7 +322,7 @@ def lane_words(found: GroupedRows) -> np.ndarray:
     return split.transpose(0, 2, 1)
 
 
-def decoded(kind: int, words: np.ndarray) -> np.ndarray:
+def decoded(kind: int, words: Any) -> Any:
     """[lanes, 4, 2] of a step's words, as `grouped::decode`: pairs of numbers, or of bits of
     bfloat16."""
     if kind == INT8:
@@ -343,7 +344,7 @@ def test_lanes_find_their_codes_in_the_order_of_operands(kind: int) -> None:
     found = pack(codes, bits, torch.full((16, 4), 0.5), None, zero, levels)
     assert found.kind.codes == kind
     for step, words in enumerate(lane_words(found)):
-        matrix = left(decoded(kind, words).astype(np.int64))
+        matrix = left(decoded(kind, words).astype(np.int64))  # type: ignore[no-untyped-call]
         wanted = codes[:, 16 * step : 16 * step + 16].numpy().astype(np.int64)
         if kind == INT8:
             wanted = wanted ^ 128  # as signed bytes
