@@ -34,6 +34,7 @@ from inflight.models.quantization.choice import (
     num_quantized_on_gpu,
     rounds_weights,
 )
+from inflight.models.quantization.grouped_memory import record_bits
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight_kernels.runtime import architectures
@@ -156,7 +157,8 @@ def gpu_weight_bytes(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSp
     if found.keeps_groups:
         from inflight.models.loader import linear_shapes  # imports torch
 
-        kept = kept_in_layers(checkpoint, spec, linear_shapes(spec), config.quantization)
+        shapes, quantization = linear_shapes(spec), config.quantization
+        kept = kept_in_layers(checkpoint, spec, shapes, quantization, bits_of=record_bits)
         num_bytes += kept.num_bytes - 2 * kept.num_values
     num_dequantized = found.weight_only + found.keeps_groups
     return num_bytes + 2 * num_dequantized * spec.largest_matrix_elements

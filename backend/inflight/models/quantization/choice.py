@@ -18,9 +18,11 @@ from inflight.models.quantization.gguf.sizes import (
     kept_layers,
 )
 from inflight.models.quantization.grouped_memory import (
+    BitsOf,
     KeptValues,
     Shape,
     drawn_experts,
+    host_bits,
     kept_in_folder,
     rounded_layers,
 )
@@ -193,8 +195,9 @@ def kept_in_layers(
     quantization: Quantization,
     *,
     keeps_groups: bool = True,
+    bits_of: BitsOf = host_bits,
 ) -> KeptValues:
-    """What linear layers keep in codes with scales of groups on a CPU, the output layer excepted.
+    """What linear layers keep in codes with scales of groups, the output layer excepted.
 
     Parts of fused layers that differ in format are counted although they are dequantised.
 
@@ -204,6 +207,7 @@ def kept_in_layers(
         shapes: of its linear layers' weights, by name: `loader.linear_shapes`.
         quantization: the setting.
         keeps_groups: see `linear_format`.
+        bits_of: bits per weight, `record_bits` on a GPU.
 
     Raises:
         ConfigError: the files are corrupt.
@@ -212,15 +216,15 @@ def kept_in_layers(
         return KeptValues()
     rounds = rounds_weights(checkpoint, quantization)
     if _is_file(checkpoint):
-        return kept_layers(checkpoint.path, spec.num_layers, rounds_others=rounds)
+        return kept_layers(checkpoint.path, spec.num_layers, rounds_others=rounds, bits_of=bits_of)
     if rounds:
-        return rounded_layers(shapes.values())
+        return rounded_layers(shapes.values(), bits_of)
     stored = _stored_format(checkpoint)
     if stored is None or not stored.layouts:
         return KeptValues()
     if checkpoint.random_weights:
-        return drawn_experts(stored, shapes)
-    return kept_in_folder(checkpoint.path, stored, shapes)
+        return drawn_experts(stored, shapes, bits_of)
+    return kept_in_folder(checkpoint.path, stored, shapes, bits_of)
 
 
 def kept_outside_layers(

@@ -6,7 +6,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,16 +49,36 @@ def grouped_bits(bits: int, group: int, has_minimums: bool) -> float:
     return (4 if bits == 4 else 8) + 16 * (1 + has_minimums) / group
 
 
-def rounded_bits(width: int) -> float | None:
+def record_bits(bits: int, group: int, has_minimums: bool, width: int) -> float:
+    """`grouped_bits` on a GPU, where columns are padded and groups are those that kernels have: see
+    `grouped_rows`."""
+    columns, groups = 128, (128, 32, 16)
+    kept = next((one for one in groups if group % one == 0), columns)
+    padded = -(-width // columns) * columns
+    return grouped_bits(bits, kept, has_minimums) * padded / width
+
+
+BitsOf = Callable[[int, int, bool, int], float]
+"""From bits of a code, columns of a group, whether it has a minimum, and columns of the matrix to
+bits per weight."""
+
+
+def host_bits(bits: int, group: int, has_minimums: bool, width: int) -> float:
+    """`grouped_bits`, whatever the width."""
+    return grouped_bits(bits, group, has_minimums)
+
+
+def rounded_bits(width: int, bits_of: BitsOf = host_bits) -> float | None:
     """Bits per weight that is rounded to 4 bits when it is loaded; None if it is not rounded.
 
     Args:
         width: columns of its matrix.
+        bits_of: those of other matrices.
     """
     from inflight.models.quantization.rounding import group_of
 
     group = group_of(width)
-    return None if group is None else grouped_bits(4, group, has_minimums=True)
+    return None if group is None else bits_of(4, group, True, width)
 
 
 def kept_sum(types: Iterable[str], sizes: Iterable[tuple[int, float | None]]) -> KeptValues:
@@ -76,7 +96,9 @@ def kept_sum(types: Iterable[str], sizes: Iterable[tuple[int, float | None]]) ->
     return KeptValues(tuple(types), sum(count for count, _ in found), math.ceil(num_bits / 8))
 
 
-def kept_in_folder(path: Path, stored: StoredFormat, shapes: Mapping[str, Shape]) -> KeptValues:
+def kept_in_folder(
+    path: Path, stored: StoredFormat, shapes: Mapping[str, Shape], bits_of: BitsOf = host_bits
+) -> KeptValues:
     """What linear layers of a folder with codes have in them.
 
     Parts of fused layers that differ in format are counted although they are dequantised.
@@ -85,6 +107,7 @@ def kept_in_folder(path: Path, stored: StoredFormat, shapes: Mapping[str, Shape]
         path: of the folder.
         stored: its format.
         shapes: of the linear layers' weights, by name.
+        bits_of: bits per weight.
 
     Raises:
         ConfigError: the files are corrupt.
@@ -98,20 +121,26 @@ def kept_in_folder(path: Path, stored: StoredFormat, shapes: Mapping[str, Shape]
     return kept_sum(
         stored.labels,
         (
-            (math.prod(one.shape), grouped_bits(one.bits, one.group, one.has_minimums))
+            (
+                math.prod(one.shape),
+                bits_of(one.bits, one.group, one.has_minimums, one.shape[1]),
+            )
             for name, one in matrices.items()
             if name in shapes and one.is_grouped and can_pack(one.shape[1], one.group)
         ),
     )
 
 
-def rounded_layers(shapes: Iterable[Shape]) -> KeptValues:
+def rounded_layers(shapes: Iterable[Shape], bits_of: BitsOf = host_bits) -> KeptValues:
     """Linear layers of these shapes that are rounded to 4 bits when they are loaded."""
-    return kept_sum(("int4",), ((math.prod(shape), rounded_bits(shape[1])) for shape in shapes))
+    sizes = ((math.prod(shape), rounded_bits(shape[1], bits_of)) for shape in shapes)
+    return kept_sum(("int4",), sizes)
 
 
-def drawn_experts(stored: StoredFormat, shapes: Mapping[str, Shape]) -> KeptValues:
+def drawn_experts(
+    stored: StoredFormat, shapes: Mapping[str, Shape], bits_of: BitsOf = host_bits
+) -> KeptValues:
     """Experts that are drawn in MXFP4."""
-    bits = grouped_bits(4, 32, has_minimums=False)
-    experts = (shape for name, shape in shapes.items() if ".experts." in name)
-    return kept_sum(stored.labels, ((math.prod(shape), bits) for shape in experts))
+    experts = [shape for name, shape in shapes.items() if ".experts." in name]
+    sizes = ((math.prod(shape), bits_of(4, 32, False, shape[1])) for shape in experts)
+    return kept_sum(stored.labels, sizes)

@@ -16,9 +16,10 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
 from inflight.models.loader import linear_shapes
 from inflight.models.quantization.choice import kept_in_layers
-from inflight.models.quantization.grouped_memory import KeptValues, grouped_bits
+from inflight.models.quantization.grouped_memory import KeptValues, grouped_bits, record_bits
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
+from inflight_kernels.ops.linear import grouped_rows
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,26 @@ def test_the_setting_rounds_all_linear_layers(tmp_path: Path) -> None:
     drawn = dataclasses.replace(checkpoint, random_weights=True)
     assert kept(drawn, spec, "int4") == found
     assert kept(checkpoint, spec, "auto") == KeptValues()
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "has_minimums", "width", "expected"),
+    [
+        (4, 128, True, 4096, 4.25),
+        (4, 64, False, 4096, 4.5),  # as two groups of 32
+        (4, 32, False, 2880, 4.5 * 2944 / 2880),
+        (6, 16, False, 256, 9.0),
+        (8, 4096, False, 4096, 8.125),
+        (4, 200, False, 200, 4.125 * 256 / 200),  # one group, in two records
+    ],
+)
+def test_records_of_gpus_are_padded_and_have_groups_of_three_sizes(
+    bits: int, group: int, has_minimums: bool, width: int, expected: float
+) -> None:
+    assert record_bits(bits, group, has_minimums, width) == pytest.approx(expected)
+    codes = torch.zeros(32, width, dtype=torch.uint8)
+    scales = torch.ones(32, width // group)
+    minimums = torch.zeros(32, width // group) if has_minimums else None
+    zero = 0 if has_minimums else 1 << bits - 1
+    packed = grouped_rows.pack(codes, bits, scales, minimums, zero)
+    assert 8 * packed.nbytes / codes.numel() == pytest.approx(expected)

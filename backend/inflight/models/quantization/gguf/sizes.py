@@ -14,8 +14,9 @@ from pathlib import Path
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.models.quantization.gguf.kinds import KINDS
 from inflight.models.quantization.grouped_memory import (
+    BitsOf,
     KeptValues,
-    grouped_bits,
+    host_bits,
     kept_sum,
     rounded_bits,
 )
@@ -28,7 +29,11 @@ _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
 def kept_layers(
-    path: Path, num_layers: int | None = None, *, rounds_others: bool = False
+    path: Path,
+    num_layers: int | None = None,
+    *,
+    rounds_others: bool = False,
+    bits_of: BitsOf = host_bits,
 ) -> KeptValues:
     """The linear layers of a file, the output layer excepted.
 
@@ -38,11 +43,12 @@ def kept_layers(
         path: of the file.
         num_layers: without those after so many; None for all.
         rounds_others: whether all that have more than 4 bits are rounded to those.
+        bits_of: bits per weight.
 
     Raises:
         ConfigError: the file is damaged.
     """
-    return _sum(_layers(path, num_layers), rounds_others)
+    return _sum(_layers(path, num_layers), rounds_others, bits_of)
 
 
 def has_wider_layers(path: Path) -> bool:
@@ -78,15 +84,18 @@ def _has_4_bits(tensor: GgufTensor) -> bool:
     return kind is not None and kind.bits == 4
 
 
-def _sum(tensors: Iterable[GgufTensor], rounds_others: bool = False) -> KeptValues:
+def _sum(
+    tensors: Iterable[GgufTensor], rounds_others: bool = False, bits_of: BitsOf = host_bits
+) -> KeptValues:
     values: Counter[str] = Counter()
     sizes: list[tuple[int, float | None]] = []
     for tensor in tensors:
         kind, count = KINDS.get(tensor.type.name), math.prod(tensor.shape)
         if rounds_others and not _has_4_bits(tensor):
-            sizes.append((count, rounded_bits(tensor.shape[-1])))
+            sizes.append((count, rounded_bits(tensor.shape[-1], bits_of)))
         elif kind is not None:
             values[tensor.type.name] += count
-            sizes.append((count, grouped_bits(kind.bits, kind.group, kind.has_minimums)))
+            width = tensor.shape[-1]
+            sizes.append((count, bits_of(kind.bits, kind.group, kind.has_minimums, width)))
     types = ("int4",) if rounds_others else (name for name, _ in values.most_common())
     return kept_sum(types, sizes)
