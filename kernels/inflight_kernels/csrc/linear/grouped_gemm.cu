@@ -2,7 +2,7 @@
 // bfloat16.
 //
 // For few tokens a kernel streams the weight once, from memory to registers: each warp of a block
-// has records of its own, and loads them some ahead. Codes become bfloat16, or e4m3
+// has records of its own, and loads them some ahead. Codes become bfloat16, or bytes
 // (grouped_planes.cuh), as the left operand of mma, whose 16 rows are rows of the weight; the 8
 // columns are tokens, of which few are padding then. x lies in shared memory, as many columns of it
 // as fit.
@@ -72,11 +72,11 @@ __device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TIL
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= TOKENS, in planes half as many, k a multiple
 // of 8; rows of x are `stride` values apart.
 // Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
-// 16; + residual (bias and residual may be null; out may alias the residual, and is float if `wide`). A tile is 16 * TILES
-// rows of the weight, or half as many of gate and of up; block b computes tiles b, b + blocks and so
-// on. WARPS warps share the columns; their sums are added in order. `values` is null unless codes
-// are indices. x is read `phase` columns at a time, a multiple of COLUMNS * WARPS * DEPTH, or all of
-// them, rounded up to PLANE_COLUMNS.
+// 16; + residual (bias and residual may be null; out may alias the residual, and is float if
+// `wide`). A tile is 16 * TILES rows of the weight, or half as many of gate and of up; block b
+// computes tiles b, b + blocks and so on. WARPS warps share the columns; their sums are added in
+// order. `values` is null unless codes are indices. x is read `phase` columns at a time, a multiple
+// of COLUMNS * WARPS * DEPTH, or all of them, rounded up to PLANE_COLUMNS.
 // Dynamic shared memory: m rows of 2 * phase + 32 bytes, twice WARPS * TOKENS * (16 * TILES + 4)
 // floats, and in planes for each GROUP columns of a phase TOKENS times 8 bytes.
 template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
@@ -265,8 +265,7 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
 }
 
 // out[n, k] = the values that products have, k a multiple of 8. A warp writes a record at a time.
-// Dynamic shared memory: for each warp of a block R::BYTES, and 16 rows of 2 *
-// COLUMNS + 16.
+// Dynamic shared memory: for each warp of a block R::BYTES, and 16 rows of 2 * COLUMNS + 16 bytes.
 template <class R>
 __global__ void grouped_dequantize(const unsigned char* records, const grouped::Table* values,
                                    __nv_bfloat16* out, int n, int k) {

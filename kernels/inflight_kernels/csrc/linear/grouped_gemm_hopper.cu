@@ -49,11 +49,12 @@ __device__ inline void sync_all() {
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), k a multiple of 8.
 // Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
-// 16; + residual (bias and residual may be null; out may alias the residual, and is float if `wide`).
+// 16; + residual (bias and residual may be null; out may alias the residual, and is float if
+// `wide`).
 // Cluster c computes the tokens of tile c % token_tiles and the rows of tile c / token_tiles. Box of
 // the map of x: TOKENS rows of 128 bytes. `values` is null unless codes are indices.
-// Threads: GROUPS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES * STAGE_BYTES
-// and TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
+// Threads: GROUPS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES *
+// STAGE_BYTES and TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
 template <class R, int TOKENS, int GROUPS, int STAGES, int SPLIT>
 __global__ void __cluster_dims__(SPLIT, 1, 1)
     __launch_bounds__(128 * GROUPS + 32, TOKENS <= 64 ? 2 : 1)
@@ -157,8 +158,8 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
     if (warp < GROUPS * 4) {
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++)
-            own[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * ROWS + lane / 4 + i % 4 / 2 * 8] =
-                count > 0 ? sums[i] : 0.0f;
+            own[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * ROWS + lane / 4 +
+                i % 4 / 2 * 8] = count > 0 ? sums[i] : 0.0f;
     }
     sync_all<SPLIT>();
 
