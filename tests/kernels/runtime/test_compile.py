@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import pkgutil
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ from inflight_kernels.runtime.compile import (
 )
 
 SOURCES = sorted(path.stem for path in compiler._CSRC.rglob("*.cu"))
+
+_RECORDS = re.compile(r"grouped::Records<[^>]*>")
 
 # Architectures by what `make test` compiles for them (see `_sampled`).
 ALL_SOURCES, WITHOUT_PDL, ONE_OF_EACH = "sm_90a", "sm_80", "sm_120"
@@ -59,7 +62,8 @@ def _template(stem: str, name: str) -> tuple[str, str, bool, bool]:
 def _sampled(arch: str) -> list[tuple[str, ...]]:
     """The names of each of KERNELS that `make test` compiles.
 
-    For Hopper: all of models, and the last of each other template, in float16 or float32. For
+    For Hopper: all of models, and the last of each other template, in float16 or float32; of
+    weights in records each kind once, and each tile once. For
     Ampere, whose sources lack only Hopper's instructions: the first and the last of each template
     of models. For Blackwell, whose sources lack only wgmma: one of each file, for one architecture.
     """
@@ -70,7 +74,7 @@ def _sampled(arch: str) -> list[tuple[str, ...]]:
     wanted: set[tuple[str, str]] = set()
     for (stem, _, of_models, _), names in groups.items():
         if arch == ALL_SOURCES:
-            chosen = names if of_models else names[-1:]
+            chosen = _each_kind_and_tile(names) if of_models else names[-1:]
         elif arch == WITHOUT_PDL:
             chosen = [names[0], names[-1]] if of_models else []
         elif arch == ONE_OF_EACH and of_models and stem not in {stem for stem, _ in wanted}:
@@ -79,6 +83,19 @@ def _sampled(arch: str) -> list[tuple[str, ...]]:
             chosen = []
         wanted.update((stem, name) for name in chosen)
     return [tuple(name for name in names if (stem, name) in wanted) for stem, names, _ in KERNELS]
+
+
+def _each_kind_and_tile(names: list[str]) -> list[str]:
+    """Of a template, those with a kind of records or with other arguments that none before has; all
+    without records."""
+    chosen, seen = [], set[str]()
+    for name in names:
+        found = _RECORDS.search(name)
+        parts = {found[0], _RECORDS.sub("", name)} if found else {name}
+        if parts - seen:
+            chosen.append(name)
+        seen |= parts
+    return chosen
 
 
 def _cases() -> Iterator[Any]:
@@ -150,7 +167,14 @@ def test_the_sample_has_all_kernels_of_models_and_all_templates() -> None:
         }
         for arch in ARCHITECTURES.values()
     }
-    assert of_models < sampled[ALL_SOURCES] <= every
+    in_records = {(stem, name) for stem, name in of_models if _RECORDS.search(name)}
+    assert of_models - in_records < sampled[ALL_SOURCES] <= every
+    for part in (lambda name: _RECORDS.findall(name), lambda name: [_RECORDS.sub("", name)]):
+        parts, some = (
+            {(stem, name.partition("<")[0], *part(name)) for stem, name in found}
+            for found in (in_records, sampled[ALL_SOURCES] & in_records)
+        )
+        assert parts == some, "each kind of records and each tile of every template"
     templates = {_template(stem, name) for stem, name in every}
     assert {_template(stem, name) for stem, name in sampled[ALL_SOURCES]} == templates
     templates = {_template(stem, name) for stem, name in of_models}
