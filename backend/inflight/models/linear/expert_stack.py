@@ -39,8 +39,9 @@ class ExpertStack:
     @property
     def vectors(self) -> Tensor | None:
         """[E, n]; None if nothing was appended."""
-        assert not isinstance(self._whole, GroupedRows), "which are matrices"
-        return None if self._whole is None else values_of(self._whole)
+        whole = self._whole
+        assert whole is None or isinstance(whole, Tensor), "matrices alone are quantised"
+        return whole
 
     @property
     def may_be_grouped(self) -> bool:
@@ -74,7 +75,7 @@ class ExpertStack:
             if isinstance(part, ScaledRows):
                 scales = part.scales.new_empty(self._count * len(values))
                 self._whole = ScaledRows(self._whole, scales)
-        assert not isinstance(self._whole, GroupedRows), "as `widen` sees to"
+        assert isinstance(self._whole, Tensor | ScaledRows), "as `widen` sees to"
         if isinstance(self._whole, ScaledRows) and isinstance(part, ScaledRows):
             self._whole.scales[index * len(values) :][: len(values)].copy_(part.scales)
         # Copies bytes: not every type of 8 bits has a copy of its own everywhere.
@@ -87,7 +88,7 @@ class ExpertStack:
             self._whole = grouped_rows.empty(
                 self._count, part.n, part.k, part.kind, device, part.table
             )
-        assert isinstance(self._whole, GroupedRows) and self.fits(part), "as the experts before"
+        assert isinstance(self._whole, GroupedRows), "as the experts before"
         tiles = len(part.records)
         self._whole.records[self._length * tiles :][:tiles].copy_(part.records)
         self._length += 1
