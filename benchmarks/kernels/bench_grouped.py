@@ -20,8 +20,8 @@ from typing import Any
 
 import timing
 import torch
+from bench_weight_only import LAYERS, cublas
 
-from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.linear import grouped, grouped_gemm, skinny_gemm
 from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
@@ -44,14 +44,6 @@ KINDS = {
     "q6_k": GroupedKind(INT8, 16, False),
     "q8_0": GroupedKind(INT8, 32, False),
 }
-# name: (n, k, gated, accumulates into the output)
-LAYERS = {
-    "qkv": (6144, 4096, False, False),
-    "o": (4096, 4096, False, True),
-    "gate_up": (28672, 4096, True, False),
-    "down": (4096, 14336, False, True),
-}
-
 Call = Callable[[], object]
 
 
@@ -89,25 +81,15 @@ def ours(
 
 def unquantised(m: int, layer: str) -> Callable[[], Call]:
     n, k, gated, added = LAYERS[layer]
+    if not skinny_gemm.prefers(m, n, k):
+        return cublas(m, layer)
 
     def make() -> Call:
         x, weight, out = _random(m, k), _random(n, k), _out(m, layer)
-        if skinny_gemm.prefers(m, n, k):
-            residual = out if added else None
-            return lambda: skinny_gemm.linear(
-                x, weight, residual=residual, out=out, gated=gated, pdl=True
-            )
-        product = torch.empty(m, n, dtype=DTYPE, device="cuda")
-
-        def with_gate() -> None:
-            torch.mm(x, weight.t(), out=product)
-            silu_mul(product, out=out)
-
-        if gated:
-            return with_gate
-        if added:
-            return lambda: out.addmm_(x, weight.t())
-        return lambda: torch.mm(x, weight.t(), out=out)
+        residual = out if added else None
+        return lambda: skinny_gemm.linear(
+            x, weight, residual=residual, out=out, gated=gated, pdl=True
+        )
 
     return make
 

@@ -310,8 +310,8 @@ struct Codes {
         grouped::copy_record<BYTES>(true, slot, from + record * BYTES, threadIdx.x % 32);
     }
 
-    // Lane l addresses the row of token l % 8. In the place of a row that is not there it addresses
-    // another one, as the products with it are not used.
+    // The row of x that lane l loads for ldmatrix: that of token l % 8. If that token does not have
+    // the expert, another token's row; its column of the product is not used.
     static __device__ __forceinline__ unsigned own_row(unsigned x) {
         const unsigned any = __reduce_max_sync(FULL_WARP, x);
         const unsigned row = __shfl_sync(FULL_WARP, x, threadIdx.x % 8 * 4);

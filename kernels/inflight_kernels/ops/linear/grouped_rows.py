@@ -60,10 +60,11 @@ class GroupedKind:
 
     @property
     def record_bytes(self) -> int:
-        return self._code_bytes + RECORD_COLUMNS // self.group * (64 if self.minimums else 32)
+        return self.code_bytes + RECORD_COLUMNS // self.group * (64 if self.minimums else 32)
 
     @property
-    def _code_bytes(self) -> int:
+    def code_bytes(self) -> int:
+        """Of a record's codes, which precede its scales."""
         return RECORD_ROWS * RECORD_COLUMNS // (1 if self.codes == INT8 else 2)
 
 
@@ -178,9 +179,8 @@ def dequantized(matrix: GroupedRows) -> Tensor:
     """[n, k] bfloat16, the values that kernels multiply with; slow, for tests."""
     kind, (tiles, chunks, _) = matrix.kind, matrix.records.shape
     raw = matrix.records
-    code_bytes = kind.record_bytes - RECORD_COLUMNS // kind.group * (64 if kind.minimums else 32)
-    codes = _unpacked_codes(raw[:, :, :code_bytes].contiguous(), kind.codes)
-    words = raw[:, :, code_bytes:].contiguous().view(torch.bfloat16)
+    codes = _unpacked_codes(raw[:, :, : kind.code_bytes].contiguous(), kind.codes)
+    words = raw[:, :, kind.code_bytes :].contiguous().view(torch.bfloat16)
     # [tiles, chunks, 8, groups, scale or minimum, upper or lower]
     parts = words.view(tiles, chunks, 8, -1, 1 + kind.minimums, 2).permute(4, 0, 5, 2, 1, 3)
     factors = parts.reshape(1 + kind.minimums, tiles * RECORD_ROWS, -1).float()
