@@ -1,12 +1,13 @@
-"""Inter-token latency (ITL) of running streams while a long prompt is computed, by `itl_target_ms`.
+"""Inter-token latency (ITL) of running streams while a long prompt is computed, by `itl_target_ms`
+and `ttft_target_ms`.
 
     python benchmarks/long_prompt.py [--model MODEL] [--device cuda] [--streams 64] [--prompt 30000]
-        [--targets 0 10 30] [--runs 3] [--result FILE] [--set NAME=VALUE ...]
+        [--targets 0 10 30 30:5000] [--runs 3] [--result FILE] [--set NAME=VALUE ...]
 
 Streams decode; then a prompt joins them. `before` are the steps without it, `during` those until
-its first token. Target 0 is none. The targets share one engine's weights, and each learns the times
-of steps anew, from the first prompts of the streams on. Random weights and greedy sampling, as in
-`inflight bench engine`.
+its first token. A target is that of the ITL, or those of the ITL and the TTFT; 0 is none. The
+targets share one engine's weights, and each learns the times of steps anew, from the first prompts
+of the streams on. Random weights and greedy sampling, as in `inflight bench engine`.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A row for each target."""
     next_id = 1
-    for target in args.targets:
-        changed = msgspec.structs.replace(config, itl_target_ms=target or None)
+    for itl, ttft in args.targets:
+        changed = msgspec.structs.replace(config, itl_target_ms=itl, ttft_target_ms=ttft)
         engine = Engine(changed, runner, max_model_len, [])
         figures: dict[str, list[float]] = {}
         for index in range(args.runs + 1):
@@ -94,11 +95,18 @@ def measure(
             figures.setdefault("ttft_s", []).append(sum(during))
             figures.setdefault("steps", []).append(len(during))
         yield {
-            "itl_target_ms": target or None,
+            "itl_target_ms": itl,
+            "ttft_target_ms": ttft,
             "streams": args.streams,
             "prompt_tokens": args.prompt,
             **{name: result.spread(values) for name, values in figures.items()},
         }
+
+
+def _targets(text: str) -> tuple[float | None, float | None]:
+    """Of ITL and TTFT, from ITL or ITL:TTFT."""
+    itl, _, ttft = text.partition(":")
+    return float(itl) or None, float(ttft or 0) or None
 
 
 def _with_output(request: Request, num_tokens: int) -> Request:
@@ -111,7 +119,8 @@ def main() -> None:
     in_process.add_options(parser)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=30_000)
-    parser.add_argument("--targets", type=float, nargs="+", default=[0, 10, 30])
+    default = [_targets(text) for text in ("0", "10", "30", "30:5000")]
+    parser.add_argument("--targets", type=_targets, nargs="+", default=default)
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
     rows = [Row("streams", args.streams, _STREAM_PROMPT, 2)]

@@ -305,6 +305,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             default="no target: steps take as many tokens as `max_num_batched_tokens` allows",
         ),
     ] = None
+    ttft_target_ms: Annotated[
+        Milliseconds | None,
+        Setting(
+            "Target time to first token (TTFT), in milliseconds, with `itl_target_ms`: as long as "
+            "prompts will be computed in time, they add at most three quarters to the time of "
+            "steps that decode, and what `itl_target_ms` allows if they would be late.",
+            default="prompts always get what `itl_target_ms` allows",
+        ),
+    ] = None
     max_waiting: Annotated[
         Count, Setting("Maximum queued requests; more are rejected with `capacity`.")
     ] = 1024
@@ -397,6 +406,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"max_num_seqs: {self.max_num_seqs} is more than max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}), but each running sequence needs at least one "
                 "token per step; lower max_num_seqs"
+            )
+        if self.ttft_target_ms is not None and self.itl_target_ms is None:
+            raise ConfigError(
+                "ttft_target_ms: requires itl_target_ms, the time that steps with prompts may take "
+                "at most"
             )
 
     @property

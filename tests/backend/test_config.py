@@ -70,6 +70,7 @@ def test_each_setting_is_taken_over() -> None:
         "max_num_batched_tokens": 50,
         "max_prefill_chunk": 20,
         "itl_target_ms": 30.0,
+        "ttft_target_ms": 2000.0,
         "max_waiting": 9,
         "max_waiting_tokens": 1000,
         "queue_timeout_s": 1.5,
@@ -136,6 +137,7 @@ def test_each_setting_is_taken_over() -> None:
             "here: log_stats_interval_s: -1 is out of range; allowed: 0 to 86400$",
         ),
         ({"model": ["x" * 999]}, r'here: model: \["x{78}\.\.\. is of the wrong type'),
+        ({"model": "m", "ttft_target_ms": 9}, "ttft_target_ms: requires itl_target_ms"),
         ({"model": "m", "device": "cudo"}, "here: device: 'cudo' is unknown; allowed: auto, cpu, "),
         ({"model": "m", "device": "GPU"}, "'GPU' is unknown; .*; did you mean 'cuda'"),
         (

@@ -32,6 +32,7 @@ class SequenceGroup(ABC):
         num_steps: committed steps that sampled tokens for it.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
         num_preemptions: how often it was preempted.
+        queued_at: when it was first queued, in seconds of the scheduler's clock.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class SequenceGroup(ABC):
         "num_preemptions",
         "num_prompt_tokens",
         "num_steps",
+        "queued_at",
         "request",
         "request_id",
         "status",
@@ -58,6 +60,7 @@ class SequenceGroup(ABC):
         self.num_steps = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.queued_at = 0.0
 
     @property
     @abstractmethod

@@ -20,8 +20,10 @@ from inflight.scheduling.waiting_queue import WaitingQueue
 
 def make_prefill_budget(config: EngineConfig) -> PrefillBudget | None:
     """The prefill budget; None without a target ITL."""
-    target_ms = config.itl_target_ms
-    return None if target_ms is None else PrefillBudget(target_ms / 1e3)
+    itl_ms, ttft_ms = config.itl_target_ms, config.ttft_target_ms
+    if itl_ms is None:
+        return None
+    return PrefillBudget(itl_ms / 1e3, None if ttft_ms is None else ttft_ms / 1e3)
 
 
 def make_scheduler(

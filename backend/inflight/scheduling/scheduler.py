@@ -81,7 +81,8 @@ class Scheduler:
         prefill_budget: limits prompts in steps that also decode; None for no limit.
         forecast: says how many blocks admissions leave free for the growth of those that run; None
             for one for each sequence that grows.
-        clock: seconds, monotonic; read once per step, for the times of the prefix cache.
+        clock: seconds, monotonic; read once per step and request, for the times of the prefix cache
+            and for how long prompts have waited.
 
     Attributes:
         max_num_seqs: maximum running sequences.
@@ -166,6 +167,7 @@ class Scheduler:
         """
         self._waiting.check(group, retry_after_s)
         group.status = Status.WAITING
+        group.queued_at = self._clock()
         self._charges.charge_before(group)
         self._waiting.push(group)
 
@@ -254,7 +256,9 @@ class Scheduler:
         budget = self._max_num_batched_tokens - num_decodes
         if self._prefill_budget is None or not num_decodes or not (prompts or self._waiting):
             return budget
-        return min(budget, self._prefill_budget.tokens(num_decodes, prompts))
+        num_waiting = sum(self._waiting.num_tokens.values())
+        now = self._pool.now
+        return min(budget, self._prefill_budget.tokens(num_decodes, prompts, num_waiting, now))
 
     def _admit_waiting(
         self,
@@ -577,6 +581,7 @@ class Scheduler:
 
     def _requeue(self, group: SequenceGroup) -> None:
         group.status = Status.WAITING
+        group.queued_at = self._clock()
         self._charges.charge_before(group)
         self._waiting.push_front(group)
 

@@ -29,12 +29,15 @@ class TimedRunner(CountingRunner):
         return super().launch(batch)
 
 
-def _latencies(itl_target_ms: float | None) -> tuple[list[float], float]:
+def _latencies(
+    itl_target_ms: float | None, ttft_target_ms: float | None = None
+) -> tuple[list[float], float]:
     """Seconds between the tokens of decodes while a prompt is computed, and its TTFT."""
     clock = Clock()
     config = EngineConfig(
         model="none",
         itl_target_ms=itl_target_ms,
+        ttft_target_ms=ttft_target_ms,
         max_num_seqs=128,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
@@ -63,6 +66,28 @@ def test_a_long_prompt_raises_the_itl_of_others_to_the_target(target_ms: float) 
     _, fastest = _latencies(None)
     share = (target_ms - 5.5) / target_ms
     assert ttft < 1.2 * fastest / share
+
+
+def test_a_long_prompt_with_time_until_its_ttft_raises_the_itl_of_others_little() -> None:
+    alone = 4e-3 + NUM_DECODES * 23e-6 + NUM_DECODES * 600 * 3e-10
+    latencies, ttft = _latencies(30, ttft_target_ms=5000)
+    assert latencies[int(0.99 * len(latencies))] - alone < 6e-3
+    assert ttft < 5.0
+
+
+@pytest.mark.parametrize("ttft_target_ms", [1500.0, 2500.0])
+def test_a_long_prompt_raises_the_itl_of_others_as_its_ttft_requires(ttft_target_ms: float) -> None:
+    latencies, ttft = _latencies(30, ttft_target_ms)
+    assert 0.7 * ttft_target_ms / 1e3 < ttft < ttft_target_ms / 1e3
+    unhurried, _ = _latencies(30, ttft_target_ms=10_000)
+    hurried, _ = _latencies(30)
+    middles = [found[len(found) // 2] for found in (unhurried, latencies, hurried)]
+    assert middles == sorted(middles)
+
+
+def test_a_ttft_target_that_cannot_be_met_leaves_the_itl_target() -> None:
+    latencies, ttft = _latencies(30, ttft_target_ms=100)
+    assert (latencies, ttft) == _latencies(30)
 
 
 def test_without_a_target_a_long_prompt_stalls_others() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tiny
 from inflight.core.batch import Batch, Chunk
-from inflight.scheduling.prefill_budget import FEWEST_TOKENS, PrefillBudget, StepTimes
+from inflight.scheduling.prefill_budget import FEWEST_TOKENS, GENTLE, PrefillBudget, StepTimes
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,46 @@ def test_steps_with_a_long_prompt_stay_within_the_target(machine: Machine, targe
     assert chunks[3] > chunks[-2]  # a longer context, smaller chunks
 
 
+def _learned(ttft_target: float) -> PrefillBudget:
+    """The budget of an exact H200, for an ITL of 30 ms."""
+    budget, luck = PrefillBudget(0.030, ttft_target), random.Random(3)
+    machine = Machine(H200.base, H200.decode, H200.token, H200.pair)
+    prompt = tiny.make_sequence([5] * 60_000, [])
+    row = Chunk(tiny.make_sequence([5] * 100, [1]), 100, 1, True)
+    for _ in range(60):
+        decodes, length = luck.randrange(1, 64), luck.randrange(1, 900)
+        start = luck.randrange(45_000)
+        batch = Batch([row] * decodes + [Chunk(prompt, start, length, False)])
+        budget.observe(batch, machine.seconds(decodes, length, start, luck))
+    return budget
+
+
+def test_prompts_in_time_add_three_quarters_to_a_step() -> None:
+    prompt = tiny.make_sequence([5] * 3000, [])
+    alone = H200.base + 64 * H200.decode
+    length = _learned(100.0).tokens(64, [prompt])
+    added = H200.token * length + H200.pair * length * length / 2
+    assert 0.9 * GENTLE * alone - H200.token * FEWEST_TOKENS < added < 1.05 * GENTLE * alone
+
+
+def test_prompts_get_more_the_longer_they_have_waited() -> None:
+    prompt = tiny.make_sequence([5] * 3000, [])
+    budget = _learned(2.0)
+    found = [budget.tokens(64, [prompt], now=now) for now in (0.0, 1.0, 1.8, 1.87, 1.9, 5.0)]
+    assert found == sorted(found) and found[0] < found[3] < found[-1]
+    assert found[-1] == _learned(1e-3).tokens(64, [prompt])  # what the ITL target allows
+
+
+def test_the_queue_and_all_prompts_count() -> None:
+    budget = _learned(2.0)
+    prompts = [tiny.make_sequence([5] * 6000, []) for _ in range(8)]
+    one, few = budget.tokens(64, prompts[:1]), budget.tokens(64, prompts[:6])
+    assert one < few < budget.tokens(64, prompts)
+    assert one < budget.tokens(64, prompts[:1], num_waiting_tokens=30_000)
+    prompts[0].queued_at = 1.0  # arrived when others had waited for a second
+    assert budget.tokens(64, prompts[:6], now=1.0) > few
+
+
 def test_decodes_that_exceed_the_target_alone_do_not_stop_prompts() -> None:
     chunks, _ = _prefill(LAPTOP, 0.005, 4, 2_000)
     assert set(chunks[2:-1]) == {FEWEST_TOKENS}
@@ -84,6 +124,16 @@ def test_chunks_grow_step_by_step_while_nothing_is_known() -> None:
     assert chunks[0] <= 256
     assert all(after <= 2 * before for before, after in itertools.pairwise(chunks))
     assert len(chunks) < 10
+
+
+def test_what_prompts_cost_is_known_after_many_decodes() -> None:
+    budget, luck = _learned(100.0), random.Random(5)
+    prompt = tiny.make_sequence([5] * 3000, [])
+    before = budget.tokens(64, [prompt])
+    row = Chunk(tiny.make_sequence([5] * 100, [1]), 100, 1, True)
+    for _ in range(3000):
+        budget.observe(Batch([row] * 64), H200.seconds(64, 0, 0, luck))
+    assert budget.tokens(64, [prompt]) == pytest.approx(before, rel=0.25)
 
 
 def test_one_slow_step_is_forgotten() -> None:
@@ -112,15 +162,15 @@ def test_one_slow_step_is_forgotten() -> None:
     )
 )
 def test_any_times_leave_a_valid_budget(steps: list[tuple[int, int, int, float]]) -> None:
-    budget, times = PrefillBudget(0.030), StepTimes()
+    budgets, times = (PrefillBudget(0.030), PrefillBudget(0.030, 2.0)), StepTimes()
     prompt = tiny.make_sequence([5] * 10, [])
     for decodes, tokens, start, seconds in steps:
         rows = [Chunk(prompt, 9, 1, True)] * decodes
         if tokens:
             rows.append(Chunk(prompt, start, tokens, False))
-        if rows:
+        for budget in budgets if rows else ():
             budget.observe(Batch(rows), seconds)
         times.observe((1.0, decodes, tokens, tokens * (start + tokens / 2)), seconds)
-        found = budget.tokens(decodes, [prompt])
-        assert found >= FEWEST_TOKENS and found % FEWEST_TOKENS == 0
+        most, found = (budget.tokens(decodes, [prompt], 500, 1.0) for budget in budgets)
+        assert most >= found >= FEWEST_TOKENS and found % FEWEST_TOKENS == 0
         assert min(times.coefficients()) >= 0.0
