@@ -5,10 +5,13 @@ With chunked prefill (Sarathi-Serve, OSDI 2024), the size of chunks trades the I
 for the TTFT of others. Which size meets a target depends on the machine, the model, the batch and
 the prompt's length, so the time of a step is learned from recent ones:
 
-    seconds = base + a * decodes + b * prompt tokens + c * pairs
+    seconds = base + a * decodes + m (with prompts beside them) + b * prompt tokens + c * pairs
 
 where a pair is a prompt token and a key that it attends to: chunks of a long prompt become smaller
-as its context grows.
+as its context grows. In truth a step is not linear: some tokens more cost nothing while memory
+bounds its products, so that small chunks say little of large ones. A model of recent steps is exact
+where the engine works now, and one of the last steps of each size decides how far from there it
+holds.
 
 With a target TTFT as well, the ITL rises less than its target allows as long as prompts will be
 computed in time.
@@ -32,11 +35,14 @@ GENTLE = 0.75
 """With a target TTFT, prompts that are in time add at most so much to a step, relative to its time
 with decodes alone."""
 
-# Of the time until a prompt's target TTFT, for which it is planned: step times are estimates.
+# Of the target TTFT, for which prompts are planned: step times are estimates.
 _PLANNED = 0.9
+# Sizes are the binary digits of the number of prompt tokens.
+_MAX_SIZE = 20
 _FIRST_TOKENS = 256
-# How much larger than all chunks so far the next one may be.
-_GROWTH = 2.0
+# How much larger than recent chunks the next one may be, whatever is known of large ones; than all
+# chunks so far in any case.
+_GROWTH = 1.5
 # Decay per step of the same kind: contexts grow, and other engines come and go on the same GPU.
 _MEMORY = 0.97
 # Of the sums of squares, so that what has not varied yet has no influence.
@@ -44,29 +50,39 @@ _RIDGE = 1e-4
 # Outliers are clipped to this multiple of the predicted step time: a kernel was compiled, or the
 # machine was busy. Not where the step is larger than any before: there the prediction is a guess.
 _OUTLIER = 4.0
-# Typical magnitudes, which make sums of squares comparable.
-_SCALES = np.array([1.0, 64.0, 512.0, 512.0 * 8192.0])
+# Typical magnitudes, which make sums of squares comparable. What two coefficients explain equally
+# well goes to the one with the smaller scale: to the base rather than to prompts beside decodes.
+_SCALES = np.array([1.0, 64.0, 4.0, 512.0, 512.0 * 8192.0])
+
+
+StepSize = tuple[float, float, float, float, float]
+"""What the time of a step depends on; see `StepTimes.observe`."""
 
 
 class StepTimes:
     """Least squares over recent steps with decaying weights; no coefficient is negative.
 
-    Steps with and without prompts decay apart: what prompts cost is still known after a long time
-    of decodes alone.
+    Steps decay by those of their kind alone: what prompts cost is still known after a long time of
+    decodes.
+
+    Args:
+        num_kinds: kinds of steps.
     """
 
-    def __init__(self) -> None:
-        self._squares = np.zeros((2, len(_SCALES), len(_SCALES)))
-        self._products = np.zeros((2, len(_SCALES)))
+    def __init__(self, num_kinds: int) -> None:
+        self._squares = np.zeros((num_kinds, len(_SCALES), len(_SCALES)))
+        self._products = np.zeros((num_kinds, len(_SCALES)))
         self._coefficients = np.zeros(len(_SCALES))
         self._is_solved = True
         self._largest = np.zeros(len(_SCALES))
 
-    def observe(self, size: tuple[float, float, float, float], seconds: float) -> None:
+    def observe(self, kind: int, size: StepSize, seconds: float) -> None:
         """Record a step.
 
         Args:
-            size: 1, and the numbers of decodes, prompt tokens and pairs.
+            kind: below num_kinds.
+            size: 1, the number of decodes, whether there are prompts as well, and the numbers of
+                prompt tokens and pairs.
             seconds: its duration.
         """
         x = np.array(size) / _SCALES
@@ -74,17 +90,17 @@ class StepTimes:
         if expected > 0.0 and (x <= self._largest).all():
             seconds = min(seconds, _OUTLIER * expected)
         self._largest = np.maximum(self._largest, x)
-        kind = int(size[2] > 0.0)
         self._squares[kind] = _MEMORY * self._squares[kind] + np.outer(x, x)
         self._products[kind] = _MEMORY * self._products[kind] + seconds * x
         self._is_solved = False  # in most steps nobody asks
 
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """Seconds of a step, and of each decode, prompt token and pair in it."""
+    def coefficients(self) -> tuple[float, float, float, float, float]:
+        """Seconds of a step, of each decode, of prompts beside decodes, and of each prompt token
+        and pair."""
         if not self._is_solved:
             self._coefficients, self._is_solved = self._solve(), True
-        base, decode, token, pair = (self._coefficients / _SCALES).tolist()
-        return base, decode, token, pair
+        base, decode, mixed, token, pair = (self._coefficients / _SCALES).tolist()
+        return base, decode, mixed, token, pair
 
     def _solve(self) -> npt.NDArray[np.float64]:
         """The best coefficients, dropping those that would be negative, one at a time."""
@@ -115,8 +131,10 @@ class PrefillBudget:
     def __init__(self, itl_target_s: float, ttft_target_s: float | None = None) -> None:
         self._target_s = itl_target_s
         self._ttft_target_s = ttft_target_s
-        self._times = StepTimes()
-        self._most_tokens = _FIRST_TOKENS / _GROWTH  # of prompts in a step so far
+        self._recent = StepTimes(2)  # without and with prompts
+        self._of_sizes = StepTimes(_MAX_SIZE + 1)
+        # Prompt tokens of the largest step so far, and of recent ones that decode.
+        self._largest = self._recently = _FIRST_TOKENS / _GROWTH
 
     def tokens(
         self,
@@ -133,19 +151,31 @@ class PrefillBudget:
             num_waiting_tokens: of prompts in the queue.
             now: seconds, of the clock of `SequenceGroup.queued_at`.
         """
+        due = list(self._due(prompts, num_waiting_tokens, now))
         context = max((one.num_computed for one in prompts), default=0)
-        base, decode, token, pair = self._times.coefficients()
+        found, far = (
+            self._tokens_by(times, num_decodes, context, due)
+            for times in (self._recent, self._of_sizes)
+        )
+        known = max(min(far, _GROWTH * self._largest), _GROWTH * self._recently)
+        found = min(found, known)
+        return max(FEWEST_TOKENS, int(found) // FEWEST_TOKENS * FEWEST_TOKENS)
+
+    def _tokens_by(
+        self, times: StepTimes, num_decodes: int, context: int, due: list[tuple[int, float]]
+    ) -> float:
+        """Prompt tokens that fit by one of the models; due: see `_due`."""
+        base, decode, mixed, token, pair = times.coefficients()
         alone = base + decode * num_decodes
         each = token + pair * context
-        found = _fitting(self._target_s - alone, each, pair)
-        if self._ttft_target_s is not None:
-            gentle = _fitting(min(GENTLE * alone, self._target_s - alone), each, pair)
-            for num_tokens, seconds in self._due(prompts, num_waiting_tokens, now):
-                in_time = _in_time(num_tokens, seconds, alone, each + pair * num_tokens / 2)
-                gentle = max(gentle, in_time)
-            found = min(found, gentle)
-        found = min(found, _GROWTH * self._most_tokens)
-        return max(FEWEST_TOKENS, int(found) // FEWEST_TOKENS * FEWEST_TOKENS)
+        most = _fitting(self._target_s - alone - mixed, each, pair)
+        if self._ttft_target_s is None:
+            return most
+        found = _fitting(GENTLE * alone - mixed, each, pair)
+        for num_tokens, seconds in due:
+            in_time = _in_time(num_tokens, seconds, alone + mixed, each + pair * num_tokens / 2)
+            found = max(found, in_time)
+        return min(found, most)
 
     def _due(
         self, prompts: Iterable[Sequence], num_waiting_tokens: int, now: float
@@ -156,7 +186,7 @@ class PrefillBudget:
         num_tokens = 0
         for prompt in prompts:
             num_tokens += prompt.num_uncomputed
-            yield num_tokens, _PLANNED * (prompt.group.queued_at + target - now)
+            yield num_tokens, prompt.group.queued_at + _PLANNED * target - now
         if num_waiting_tokens:
             yield num_tokens + num_waiting_tokens, _PLANNED * target
 
@@ -172,8 +202,13 @@ class PrefillBudget:
                 else:
                     prompt_tokens += chunk.length
                     pairs += chunk.length * (chunk.start + chunk.length / 2)
-        self._most_tokens = max(self._most_tokens, prompt_tokens)
-        self._times.observe((1.0, decodes, prompt_tokens, pairs), seconds)
+        is_mixed = decodes > 0.0 and prompt_tokens > 0.0
+        self._largest = max(self._largest, prompt_tokens)
+        if is_mixed:
+            self._recently = max(_MEMORY * self._recently, prompt_tokens)
+        size = (1.0, decodes, float(is_mixed), prompt_tokens, pairs)
+        self._recent.observe(int(prompt_tokens > 0), size, seconds)
+        self._of_sizes.observe(min(_MAX_SIZE, int(prompt_tokens).bit_length()), size, seconds)
 
 
 def _fitting(room: float, each: float, pair: float) -> float:

@@ -57,7 +57,7 @@ __device__ inline void sync_all() {
 // STAGE_BYTES and TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
 template <class R, int TOKENS, int GROUPS, int STAGES, int SPLIT>
 __global__ void __cluster_dims__(SPLIT, 1, 1)
-    __launch_bounds__(128 * GROUPS + 32, TOKENS <= 64 ? 2 : 1)
+    __launch_bounds__(128 * GROUPS + 32, TOKENS <= 64 && GROUPS <= 2 ? 2 : 1)
     grouped_product(const __grid_constant__ TensorMap x, const unsigned char* records,
                     const grouped::Table* values, const __nv_bfloat16* bias,
                     const __nv_bfloat16* residual, void* out, int m, int n, int k,
