@@ -2,10 +2,11 @@
 // is bfloat16, with Hopper's wgmma; see grouped_hopper.cuh.
 //
 // A tile is TOKENS tokens by 64 * GROUPS rows of the weight, half of them gate and half up if gated.
-// In a block, a producer warp keeps a ring of stages in shared memory full and GROUPS consumer
-// warpgroups multiply from it, 64 rows each. A cluster of SPLIT blocks computes a tile, a part of
+// In a block, a producer warp keeps a ring of stages in shared memory full and GROUPS * TEAMS consumer
+// warpgroups multiply from it: those of a team 64 rows each, and each team every TEAMSth stage, as the
+// codes of one stage are converted while the tensor cores have those of another. A cluster of SPLIT blocks computes a tile, a part of
 // the columns each, so that weights with few rows keep all multiprocessors busy; the first blocks'
-// sums come first, whatever their order of arrival.
+// sums come first, and in a block those of the first team.
 #include "linear/gemm_hopper.cuh"
 #include "linear/grouped_hopper.cuh"
 
@@ -53,11 +54,11 @@ __device__ inline void sync_all() {
 // `wide`).
 // Cluster c computes the tokens of tile c % token_tiles and the rows of tile c / token_tiles. Box of
 // the map of x: TOKENS rows of 128 bytes. `values` is null unless codes are indices.
-// Threads: GROUPS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES *
-// STAGE_BYTES and TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
-template <class R, int TOKENS, int GROUPS, int STAGES, int SPLIT>
+// Threads: GROUPS * TEAMS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES *
+// STAGE_BYTES and TEAMS * TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
+template <class R, int TOKENS, int GROUPS, int TEAMS, int STAGES, int SPLIT>
 __global__ void __cluster_dims__(SPLIT, 1, 1)
-    __launch_bounds__(128 * GROUPS + 32, TOKENS <= 64 && GROUPS <= 2 ? 2 : 1)
+    __launch_bounds__(128 * GROUPS * TEAMS + 32, TOKENS <= 64 && TEAMS == 1 ? 2 : 1)
     grouped_product(const __grid_constant__ TensorMap x, const unsigned char* records,
                     const grouped::Table* values, const __nv_bfloat16* bias,
                     const __nv_bfloat16* residual, void* out, int m, int n, int k,
@@ -66,7 +67,8 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
     using namespace grouped;
     constexpr int STAGE = STAGE_BYTES<R, TOKENS, GROUPS>, TILES = GROUPS * GROUP_TILES;
     constexpr int HEIGHT = 64 * GROUPS, PITCH = HEIGHT + 4;
-    constexpr int SUM_BYTES = TOKENS * PITCH * 4;
+    constexpr int WARPS = GROUPS * TEAMS * 4;  // that multiply
+    constexpr int SUM_BYTES = TEAMS * TOKENS * PITCH * 4;
     constexpr int MAIN_BYTES = STAGES * STAGE > SUM_BYTES ? STAGES * STAGE : SUM_BYTES;
 
     extern __shared__ char memory[];
@@ -91,7 +93,7 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
         return gated && t >= TILES / 2 ? width + row : row;
     };
 
-    if (warp == GROUPS * 4 && lane == 0) {
+    if (warp == WARPS && lane == 0) {
         prefetch_tensor_map(&x);
         for (int s = 0; s < STAGES; s++) {
             init_barrier(full + s, 1);
@@ -102,7 +104,8 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
     __syncthreads();
 
     float sums[TOKENS / 2];
-    if (warp >= GROUPS * 4) {
+    int own_count = 0;  // of the warp's stages
+    if (warp >= WARPS) {
         // A lane copies the records of a tile, and the first one x.
         const int row = lane < TILES ? row_of(lane) : n;
         const bool has_rows = row < n;
@@ -143,23 +146,28 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
         Table table = {};
         if constexpr (R::CODES == TABLE) table = *values;
         pdl_wait();
-        const unsigned record = shared_address(ring) + TOKENS * X_BYTES + warp * R::BYTES;
+        const int team = warp / (GROUPS * 4);
+        const unsigned record =
+            shared_address(ring) + TOKENS * X_BYTES + warp % (GROUPS * 4) * R::BYTES;
         const auto release = [&](int slot) {
             if (lane == 0) arrive_at(empty + slot, rank);
         };
-        int slot = 0, parity = 0;
-        multiply_records<R, TOKENS, TOKENS, STAGE, STAGES>(sums, record, smem_descriptor(ring),
-                                                           table, full, slot, parity, count, true,
-                                                           release);
+        own_count = (count - team + TEAMS - 1) / TEAMS;
+        int slot = team, parity = 0;
+        multiply_records<R, TOKENS, TOKENS, STAGE, STAGES, TEAMS>(
+            sums, record, smem_descriptor(ring), table, full, slot, parity, own_count, true,
+            release);
     }
-    // Sums [TOKENS, PITCH] take the place of the ring, whose stages have all been read.
+    // Sums [TEAMS, TOKENS, PITCH] take the place of the ring, whose stages have all been read.
     float* const own = reinterpret_cast<float*>(ring);
     __syncthreads();
-    if (warp < GROUPS * 4) {
+    if (warp < WARPS) {
+        float* const place = own + warp / (GROUPS * 4) * TOKENS * PITCH +
+                             warp % (GROUPS * 4) * ROWS + lane / 4;
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++)
-            own[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * ROWS + lane / 4 +
-                i % 4 / 2 * 8] = count > 0 ? sums[i] : 0.0f;
+            place[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + i % 4 / 2 * 8] =
+                own_count > 0 ? sums[i] : 0.0f;
     }
     sync_all<SPLIT>();
 
@@ -167,7 +175,7 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
     // Each block of a cluster finishes some tokens: vectors of 4 columns.
     const int num_tokens = min(TOKENS, m - first_token), vectors = columns / 4;
     for (int i = threadIdx.x; i < (num_tokens - rank + SPLIT - 1) / SPLIT * vectors;
-         i += 128 * GROUPS + 32) {
+         i += 32 * WARPS + 32) {
         const int token = i / vectors * SPLIT + rank, column = i % vectors * 4;
         if (first + column >= width) continue;
         const auto sum_of = [&](int tile_row, int weight_row, float(&to)[4]) {
@@ -175,10 +183,10 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
 #pragma unroll
             for (int e = 0; e < 4; e++) to[e] = 0.0f;
 #pragma unroll
-            for (int r = 0; r < SPLIT; r++) {
-                const float4 part =
-                    SPLIT == 1 ? *reinterpret_cast<const float4*>(place)
-                               : load_from(reinterpret_cast<const float4*>(place), r);
+            for (int r = 0; r < SPLIT * TEAMS; r++) {
+                const float4* const from =
+                    reinterpret_cast<const float4*>(place + r % TEAMS * TOKENS * PITCH);
+                const float4 part = SPLIT == 1 ? *from : load_from(from, r / TEAMS);
                 to[0] += part.x, to[1] += part.y, to[2] += part.z, to[3] += part.w;
             }
 #pragma unroll

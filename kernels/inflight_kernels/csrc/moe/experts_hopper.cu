@@ -142,7 +142,7 @@ struct Codes {
                                              unsigned long long tokens, Barrier* full, int& slot,
                                              int& parity, int first, int last,
                                              const Release& release) const {
-        grouped::multiply_records<R, N, TOKENS, STAGE, STAGES>(
+        grouped::multiply_records<R, N, TOKENS, STAGE, STAGES, 1>(
             acc, record, tokens, table, full, slot, parity, last - first, true, release);
     }
 };

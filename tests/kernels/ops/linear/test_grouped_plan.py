@@ -162,20 +162,16 @@ def test_planes_have_as_many_columns_as_in_the_kernel() -> None:
 
 # ---------------------------------------------------------------- some tokens
 
-TILES = [
-    grouped_gemm.Tile(tokens, split)
-    for tokens in grouped_gemm._TOKENS
-    for split in grouped_gemm._SPLITS
-]
-
 
 @each_kind
 def test_blocks_of_some_tokens_have_stages_to_load_ahead(kind: GroupedKind) -> None:
-    for tile in TILES:
+    for tile in grouped_gemm.TILES:
         stages, shared = tile.stages(kind), tile.shared_bytes(kind)
-        assert stages >= 2
+        assert stages >= 2 * tile.teams
         assert shared <= MAX_SHARED_BYTES
-        assert tile.tokens > 64 or 2 * (shared + 1024) <= 228 * 1024
+        assert not tile.pairs or 2 * (shared + 1024) <= 228 * 1024
+        sums = tile.teams * tile.tokens * (grouped_gemm._ROWS + 4) * 4
+        assert sums + 16 * (stages + 1) < shared and tile.threads <= 1024
         records = grouped_gemm._ROWS // RECORD_ROWS * kind.record_bytes
         assert stages * (tile.tokens * 2 * RECORD_COLUMNS + records) < shared
 
@@ -188,14 +184,34 @@ def test_columns_are_shared_by_as_few_blocks_as_keep_multiprocessors_busy(
     for m in (1, 9, 32, 33, 64, 65, 128, 129, 256, 1000):
         for k in WIDTHS:
             tile = grouped_gemm.plan(m, n, k, num_multiprocessors)
-            assert tile in TILES
+            assert tile in grouped_gemm.TILES
             assert m <= tile.tokens or tile.tokens == 128
             assert tile.tokens == 32 or tile.tokens // 2 < m
-            if tile.split > 1:
-                fewer = tile.split // 2 * -(-m // tile.tokens) * -(-n // 128)
-                assert fewer < 0.75 * num_multiprocessors
-                # Each block of half as many has enough records to load ahead.
-                assert -(-k // RECORD_COLUMNS) >= tile.split * 4
+            tiles, stages = -(-m // tile.tokens) * -(-n // 128), -(-k // RECORD_COLUMNS)
+            # Each block has enough records to load ahead.
+            assert tile.split == 1 or stages >= tile.split * 4
+            if tile.pairs and tile.split > 1:
+                assert tile.split // 2 * tiles < 0.75 * num_multiprocessors
+            if tile.teams > 1:  # each block has a multiprocessor of its own, and some are left
+                assert tile.split * tiles < num_multiprocessors
+
+
+def test_tiles_of_an_8b_llama_are_those_that_were_fastest() -> None:
+    layers = {"qkv": (6144, 4096), "o": (4096, 4096), "mlp": (28672, 4096), "down": (4096, 14336)}
+    found = {
+        (m, name): grouped_gemm.plan(m, n, k, 132)
+        for m in (64, 128, 256)
+        for name, (n, k) in layers.items()
+    }
+    splits = {
+        64: {"qkv": 4, "o": 3, "mlp": 1, "down": 3},
+        128: {"qkv": 2, "o": 3, "mlp": 1, "down": 3},
+        256: {"qkv": 1, "o": 2, "mlp": 1, "down": 2},
+    }
+    assert {key: tile.split for key, tile in found.items()} == {
+        (m, name): split for m, each in splits.items() for name, split in each.items()
+    }
+    assert {key for key, tile in found.items() if tile.teams == 2} == {(64, "o"), (64, "down")}
 
 
 # ---------------------------------------------------------------- launches
