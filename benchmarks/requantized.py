@@ -3,7 +3,6 @@ costs in quality, beside our own rounding of the same weights."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import gguf
@@ -41,4 +40,3 @@ def write(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
         writer.write_tensors_to_file()
     finally:
         writer.close()
-    shutil.copymode(source, target)

@@ -182,7 +182,9 @@ class PrefillBudget:
     ) -> Iterator[tuple[int, float]]:
         """How many prompt tokens are to be computed within how many seconds, for each prompt with
         those before it, and for the queue behind them, most of which has just arrived."""
-        target = self._ttft_target_s or 0.0
+        target = self._ttft_target_s
+        if target is None:
+            return
         num_tokens = 0
         for prompt in prompts:
             num_tokens += prompt.num_uncomputed

@@ -2,10 +2,10 @@
 // is bfloat16, with Hopper's wgmma; see grouped_hopper.cuh.
 //
 // A tile is TOKENS tokens by 64 * GROUPS rows of the weight, half of them gate and half up if gated.
-// In a block, a producer warp keeps a ring of stages in shared memory full and GROUPS * TEAMS consumer
-// warpgroups multiply from it: those of a team 64 rows each, and each team every TEAMSth stage, as the
-// codes of one stage are converted while the tensor cores have those of another. A cluster of SPLIT blocks computes a tile, a part of
-// the columns each, so that weights with few rows keep all multiprocessors busy; the first blocks'
+// In a block, a producer warp keeps a ring of stages in shared memory full, and TEAMS teams of GROUPS
+// warpgroups multiply from it, 64 rows each. Teams take turns with the stages: one converts codes
+// while the tensor cores have those of another. A cluster of SPLIT blocks computes a tile, a part of
+// the columns each, so that weights with few rows keep all multiprocessors busy. The first blocks'
 // sums come first, and in a block those of the first team.
 #include "linear/gemm_hopper.cuh"
 #include "linear/grouped_hopper.cuh"
@@ -54,8 +54,8 @@ __device__ inline void sync_all() {
 // `wide`).
 // Cluster c computes the tokens of tile c % token_tiles and the rows of tile c / token_tiles. Box of
 // the map of x: TOKENS rows of 128 bytes. `values` is null unless codes are indices.
-// Threads: GROUPS * TEAMS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES *
-// STAGE_BYTES and TEAMS * TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
+// Threads: GROUPS * TEAMS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES
+// * STAGE_BYTES and TEAMS * TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
 template <class R, int TOKENS, int GROUPS, int TEAMS, int STAGES, int SPLIT>
 __global__ void __cluster_dims__(SPLIT, 1, 1)
     __launch_bounds__(128 * GROUPS * TEAMS + 32, TOKENS <= 64 && TEAMS == 1 ? 2 : 1)

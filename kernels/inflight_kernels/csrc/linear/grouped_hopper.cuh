@@ -48,18 +48,18 @@ GROUPED_MULTIPLY(192, 96, 96, 97, 98, 99, 100, 101)
 GROUPED_MULTIPLY(256, 128, 128, 129, 130, 131, 132, 133)
 #undef GROUPED_MULTIPLY
 
-// Products of `count` stages of a ring, as they are filled, every EVERYth of them from `slot` on -> the
-// first N / 2 of the sums, which are overwritten if `is_first`. A stage has records, of which `record` is the address
-// of this warp's in the first stage, and COLUMNS columns of x: two boxes of BOX rows of 128 bytes
-// each, of which `tokens` is the descriptor. STAGE: bytes, a multiple of 1024. A stage is released
-// when no product reads it any more.
+// Products of `count` stages of a ring, as they are filled, every EVERYth of them from `slot` on ->
+// the first N / 2 of the sums, which are overwritten if `is_first`. A stage has records, of which
+// `record` is the address of this warp's in the first stage, and COLUMNS columns of x: two boxes of
+// BOX rows of 128 bytes each, of which `tokens` is the descriptor. STAGE: bytes, a multiple of 1024.
+// A stage is released when no product reads it any more.
 template <class R, int N, int BOX, int STAGE, int STAGES, int EVERY, int SUMS, class Release>
 __device__ __forceinline__ void multiply_records(float (&acc)[SUMS], unsigned record,
                                                  unsigned long long tokens, const Table& table,
                                                  Barrier* full, int& slot, int& parity, int count,
                                                  bool is_first, const Release& release) {
     static_assert(STAGE % 1024 == 0 && BOX % 8 == 0, "atoms of the swizzle");
-    static_assert(EVERY <= STAGES, "a stage behind the last one is in the next round");
+    static_assert(EVERY <= STAGES, "the parity changes at most once from one stage to the next");
     constexpr int STEPS = COLUMNS / STEP, HALF = STEPS / 2;
     float(&own)[N / 2] = *reinterpret_cast<float(*)[N / 2]>(&acc);
     int before = -1;
