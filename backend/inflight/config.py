@@ -309,8 +309,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Milliseconds | None,
         Setting(
             "Target time to first token (TTFT), in milliseconds, with `itl_target_ms`: as long as "
-            "prompts will be computed in time, they add at most three quarters to the time of "
-            "steps that decode, and what `itl_target_ms` allows if they would be late.",
+            "prompts will be computed in time, they add at most half to the time of steps that "
+            "decode, and what `itl_target_ms` allows if they would be late.",
             default="prompts always get what `itl_target_ms` allows",
         ),
     ] = None

@@ -31,7 +31,7 @@ from inflight.core.sequence import Sequence
 FEWEST_TOKENS = 32
 """Of prompts in a step, even if decodes alone exceed the target: prompts must advance."""
 
-GENTLE = 0.75
+GENTLE = 0.5
 """With a target TTFT, prompts that are in time add at most so much to a step, relative to its time
 with decodes alone."""
 
@@ -140,6 +140,7 @@ class PrefillBudget:
         self,
         num_decodes: int,
         prompts: Collection[Sequence],
+        num_waiting: int = 0,
         num_waiting_tokens: int = 0,
         now: float = 0.0,
     ) -> int:
@@ -148,10 +149,11 @@ class PrefillBudget:
         Args:
             num_decodes: tokens of decodes in the step, drafts included.
             prompts: that are being computed, in order of admission.
-            num_waiting_tokens: of prompts in the queue.
+            num_waiting: prompts in the queue.
+            num_waiting_tokens: tokens of these.
             now: seconds, of the clock of `SequenceGroup.queued_at`.
         """
-        due = list(self._due(prompts, num_waiting_tokens, now))
+        due = list(self._due(prompts, num_waiting, num_waiting_tokens, now))
         context = max((one.num_computed for one in prompts), default=0)
         found, far = (
             self._tokens_by(times, num_decodes, context, due)
@@ -162,35 +164,39 @@ class PrefillBudget:
         return max(FEWEST_TOKENS, int(found) // FEWEST_TOKENS * FEWEST_TOKENS)
 
     def _tokens_by(
-        self, times: StepTimes, num_decodes: int, context: int, due: list[tuple[int, float]]
+        self, times: StepTimes, num_decodes: int, context: int, due: list[tuple[int, float, float]]
     ) -> float:
         """Prompt tokens that fit by one of the models; due: see `_due`."""
         base, decode, mixed, token, pair = times.coefficients()
-        alone = base + decode * num_decodes
-        each = token + pair * context
-        most = _fitting(self._target_s - alone - mixed, each, pair)
-        if self._ttft_target_s is None:
-            return most
-        found = _fitting(GENTLE * alone - mixed, each, pair)
-        for num_tokens, seconds in due:
-            in_time = _in_time(num_tokens, seconds, alone + mixed, each + pair * num_tokens / 2)
-            found = max(found, in_time)
-        return min(found, most)
+        alone = base + decode * num_decodes + mixed
+        room = self._target_s - alone
+        if self._ttft_target_s is not None:
+            in_time = GENTLE * (alone - mixed) - mixed
+            for num_tokens, num_pairs, seconds in due:
+                work = token * num_tokens + pair * num_pairs
+                in_time = max(in_time, _in_time(work, seconds, alone))
+            room = min(room, in_time)
+        return _fitting(room, token + pair * context, pair)
 
     def _due(
-        self, prompts: Iterable[Sequence], num_waiting_tokens: int, now: float
-    ) -> Iterator[tuple[int, float]]:
-        """How many prompt tokens are to be computed within how many seconds, for each prompt with
-        those before it, and for the queue behind them, most of which has just arrived."""
+        self, prompts: Iterable[Sequence], num_waiting: int, num_waiting_tokens: int, now: float
+    ) -> Iterator[tuple[int, float, float]]:
+        """How many prompt tokens and pairs are to be computed within how many seconds, for each
+        prompt with those before it, and for the queue behind them, most of which has just
+        arrived."""
         target = self._ttft_target_s
         if target is None:
             return
-        num_tokens = 0
+        num_tokens, num_pairs = 0, 0.0
         for prompt in prompts:
-            num_tokens += prompt.num_uncomputed
-            yield num_tokens, prompt.group.queued_at + _PLANNED * target - now
-        if num_waiting_tokens:
-            yield num_tokens + num_waiting_tokens, _PLANNED * target
+            length = prompt.num_uncomputed
+            num_tokens += length
+            num_pairs += length * (prompt.num_computed + length / 2)
+            yield num_tokens, num_pairs, prompt.group.queued_at + _PLANNED * target - now
+        if num_waiting:
+            # As if they were of the same length.
+            num_pairs += num_waiting_tokens * num_waiting_tokens / num_waiting / 2
+            yield num_tokens + num_waiting_tokens, num_pairs, _PLANNED * target
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from a step that has been computed."""
@@ -219,12 +225,15 @@ def _fitting(room: float, each: float, pair: float) -> float:
         return 0.0
     if each <= 0.0 and pair <= 0.0:
         return math.inf
-    # The positive root, without cancellation if `pair` is small.
-    return 2.0 * room / (each + math.sqrt(each * each + 2.0 * pair * room))
+    # The positive root, without cancellation or underflow if `pair` is small.
+    return 2.0 * room / (each + math.hypot(each, math.sqrt(2.0 * pair) * math.sqrt(room)))
 
 
-def _in_time(num_tokens: int, seconds: float, alone: float, each: float) -> float:
-    """The fewest tokens in each step with which steps of `alone` and `each` for a token, in
-    seconds, compute all of them in time."""
-    left = seconds - num_tokens * each
-    return num_tokens * alone / left if left > 0.0 else math.inf
+def _in_time(work: float, seconds: float, alone: float) -> float:
+    """What prompts add to each step of `alone` if steps of equal length compute them in time.
+
+    Args:
+        work: of the prompts in total, in seconds as all others.
+    """
+    left = seconds - work
+    return work * alone / left if left > 0.0 else math.inf

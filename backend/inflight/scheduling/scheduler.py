@@ -256,9 +256,14 @@ class Scheduler:
         budget = self._max_num_batched_tokens - num_decodes
         if self._prefill_budget is None or not num_decodes or not (prompts or self._waiting):
             return budget
-        num_waiting = sum(self._waiting.num_tokens.values())
-        now = self._pool.now
-        return min(budget, self._prefill_budget.tokens(num_decodes, prompts, num_waiting, now))
+        found = self._prefill_budget.tokens(
+            num_decodes,
+            prompts,
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=sum(self._waiting.num_tokens.values()),
+            now=self._pool.now,
+        )
+        return min(budget, found)
 
     def _admit_waiting(
         self,

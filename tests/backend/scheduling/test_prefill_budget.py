@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tiny
@@ -121,7 +121,7 @@ def _prompt_beside_streams(
     launched = _Launched(budget)
     left, decodes, now = num_streams, 0, 0.0
     while left:
-        room = 16 if not decodes else budget.tokens(decodes, [short], 512 * left, now) // 512
+        room = 16 if not decodes else budget.tokens(decodes, [short], left, 512 * left, now) // 512
         started = min(left, max(1, room))
         seconds = _bounded_by_memory(decodes, 512 * started, 0, luck)
         launched.add(Batch([row] * decodes + [Chunk(short, 0, 512, True)] * started), seconds)
@@ -147,7 +147,7 @@ def test_each_of_many_long_prompts_raises_the_itl_little(seed: int) -> None:
     for num_streams in (64, 64, 3, 64, 20, 64):
         alone = _bounded_by_memory(num_streams, 0, 0, random.Random(seed))
         times = sorted(_prompt_beside_streams(budget, num_streams, luck))
-        assert times[int(0.99 * len(times))] - alone < 6e-3
+        assert times[int(0.99 * len(times))] - alone < 5e-3
         assert sum(times) < 5.0
 
 
@@ -160,7 +160,7 @@ def test_each_of_many_long_prompts_keeps_the_target(seed: int) -> None:
         assert times[len(times) // 2] > 0.85 * 0.010
 
 
-def test_prompts_in_time_add_three_quarters_to_a_step() -> None:
+def test_prompts_in_time_add_half_to_a_step() -> None:
     prompt = tiny.make_sequence([5] * 3000, [])
     alone = H200.base + 64 * H200.decode
     length = _learned(100.0).tokens(64, [prompt])
@@ -181,7 +181,7 @@ def test_the_queue_and_all_prompts_count() -> None:
     prompts = [tiny.make_sequence([5] * 6000, []) for _ in range(8)]
     one, few = budget.tokens(64, prompts[:1]), budget.tokens(64, prompts[:6])
     assert one < few < budget.tokens(64, prompts)
-    assert one < budget.tokens(64, prompts[:1], num_waiting_tokens=30_000)
+    assert one < budget.tokens(64, prompts[:1], num_waiting=4, num_waiting_tokens=30_000)
     prompts[0].queued_at = 1.0  # arrived when others had waited for a second
     assert budget.tokens(64, prompts[:6], now=1.0) > few
 
@@ -225,6 +225,7 @@ def test_one_slow_step_is_forgotten() -> None:
     assert budget.tokens(1, [prompt]) > 0.7 * before
 
 
+@example([(0, 76, 0, 9.6e-284), (0, 38, 57, 1.0)])  # whose coefficients have squares of 0
 @given(
     st.lists(
         st.tuples(
@@ -250,6 +251,6 @@ def test_any_times_leave_a_valid_budget(steps: list[tuple[int, int, int, float]]
             tokens * (start + tokens / 2),
         )
         times.observe(int(tokens > 0), size, seconds)
-        most, found = (budget.tokens(decodes, [prompt], 500, 1.0) for budget in budgets)
+        most, found = (budget.tokens(decodes, [prompt], 3, 500, 1.0) for budget in budgets)
         assert most >= found >= FEWEST_TOKENS and found % FEWEST_TOKENS == 0
         assert min(times.coefficients()) >= 0.0
