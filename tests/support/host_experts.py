@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from inflight.models import experts_cuda
+from inflight.models.layers import residual
 from inflight_kernels.ops.linear import grouped_rows
 from inflight_kernels.ops.linear.operands import NormedRows, Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
 from inflight_kernels.ops.moe.routing import Routed, Router
+from inflight_kernels.ops.moe.sum_norm import ExpertRows
 from inflight_kernels.torch_ops import moe as definition
 from inflight_kernels.torch_ops import quantization, transformer
 
@@ -26,6 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, linear: type) -> None:
     monkeypatch.setattr(products, "product", product)
     for op in (gather, sum_of_experts):
         monkeypatch.setattr(rows, op.__name__, op)
+    monkeypatch.setattr(residual, "sum_rms_norm", sum_rms_norm)
     for few_op in (score, gate_up, down):
         monkeypatch.setattr(few, few_op.__name__, few_op)
     monkeypatch.setattr(few_sizes, "num_multiprocessors", lambda: 132)
@@ -125,13 +128,28 @@ def sum_of_experts(
     adds: bool = False,
     pdl: bool = False,
 ) -> None:
-    num_tokens, top_k = len(total), routed.top_k
-    each = rows[routed.positions[: num_tokens * top_k].long()].view(num_tokens, top_k, -1)
-    weights = routed.weights[:num_tokens]
-    found = (each * weights[:, :top_k, None]).sum(1)
-    if shared is not None:
-        found = found + weights[:, top_k:] * shared
+    found = _sums(ExpertRows(rows, routed, shared), len(total))
     total.copy_(total + found if adds else found)
+
+
+def _sums(x: ExpertRows, num_tokens: int) -> Tensor:
+    """[T, d] of all experts."""
+    top_k = x.routed.top_k
+    each = x.rows[x.routed.positions[: num_tokens * top_k].long()].view(num_tokens, top_k, -1)
+    weights = x.routed.weights[:num_tokens]
+    found = (each * weights[:, :top_k, None]).sum(1)
+    return found if x.shared is None else found + weights[:, top_k:] * x.shared
+
+
+def sum_rms_norm(
+    x: ExpertRows, weight: Tensor, eps: float, *, total: Tensor, out: Operand, pdl: bool = False
+) -> None:
+    total += _sums(x, len(total))
+    normed, _ = transformer.rms_norm(total, weight, eps)
+    if isinstance(out, ScaledRows):
+        quantize_rows(normed, out=out)
+    else:
+        out.copy_(normed)
 
 
 def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:

@@ -494,7 +494,7 @@ class Decoder:
         if mixture is not None:
             sums = mixture.sums(num_tokens)
             x = self._norm(residual, own.mlp_norm, mixture, num_tokens, sums=sums)
-            residual.add(x, mixture, num_tokens, own.mlp_post_norm, scale)
+            residual.add_mixture(x, mixture, num_tokens, own.mlp_post_norm, scale)
             return
         mlp, weights = layer.dense_mlp, own.dense_mlp
         gated = self._buffers.mlp[mlp].gated

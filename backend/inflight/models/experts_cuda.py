@@ -20,6 +20,7 @@ from inflight_kernels.ops.linear.grouped_rows import GroupedKind, GroupedRows
 from inflight_kernels.ops.linear.operands import Input, NormedRows, Operand, SummedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.moe import few, few_sizes, products, routing, rows
+from inflight_kernels.ops.moe.sum_norm import ExpertRows
 
 GATES: dict[Activation, int] = {"silu": products.SILU, "clamped_swiglu": products.CLAMPED}
 """Gates of experts that products compute."""
@@ -143,7 +144,7 @@ class MoeMemory:
 
 
 class CudaMoe:
-    """A mixture of experts, which satisfies `CudaSublayer`: from the norm of the residual
+    """A mixture of experts, which satisfies `CudaMixture`: from the norm of the residual
     stream to what is added to it.
 
     Args:
@@ -214,24 +215,31 @@ class CudaMoe:
     def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
         self._run(x, total[:num_tokens], adds=True)
 
+    def unsummed(self, x: Input, num_tokens: int) -> ExpertRows | None:
+        return None if self.norms(num_tokens) else self._run_many(_buffer(x), num_tokens)
+
     def _run(self, x: Input, total: Tensor, *, adds: bool) -> None:
         if isinstance(x, NormedRows | SummedRows):
             self._run_few(x, total, adds)
             return
-        assert isinstance(x, Tensor), "experts quantise their input themselves, for the router"
-        memory, num_tokens = self._memory, len(total)
-        logits = memory.logits(self._router.columns)
-        self._scores.product(x, logits, num_tokens)
+        x, memory, num_tokens = _buffer(x), self._memory, len(total)
         if not self.norms(num_tokens):
-            shared = self._run_shared(x, num_tokens)
-            self._multiply(x, logits[:num_tokens], shared, total, adds)
+            found = self._run_many(x, num_tokens)
+            rows.sum_of_experts(*found, total=total, adds=adds, pdl=True)
             return
+        logits = self._score(x, num_tokens)
         taken: Operand = x[:num_tokens]
         if memory.few_rows is not None:
             taken = memory.few_rows.first(num_tokens)
             quantize_rows(x[:num_tokens], out=taken, pdl=True)
-        self._few_gate_up(taken, logits[:num_tokens])
+        self._few_gate_up(taken, logits)
         self._few_down(x, total, adds)
+
+    def _score(self, x: Tensor, num_tokens: int) -> Tensor:
+        """The router's logits, of rows in an entire buffer."""
+        logits = self._memory.logits(self._router.columns)
+        self._scores.product(x, logits, num_tokens)
+        return logits[:num_tokens]
 
     def _run_few(self, x: NormedRows | SummedRows, total: Tensor, adds: bool) -> None:
         """The norm, and the experts of few tokens."""
@@ -263,11 +271,11 @@ class CudaMoe:
             pdl=True,
         )
 
-    def _multiply(
-        self, x: Tensor, logits: Tensor, shared: Tensor | None, total: Tensor, adds: bool
-    ) -> None:
+    def _run_many(self, x: Tensor, num_tokens: int) -> ExpertRows:
         """The experts of any number of tokens; x is an entire buffer."""
-        memory, experts, num_tokens = self._memory, self._experts, len(total)
+        logits = self._score(x, num_tokens)
+        shared = self._run_shared(x, num_tokens)
+        memory, experts = self._memory, self._experts
         routed = memory.routed
         tile = products.tile_of(num_tokens, routed.num_experts, routed.top_k, experts.values)
         routing.route(logits, self._router, routed, tile=tile, pdl=True)
@@ -294,7 +302,7 @@ class CudaMoe:
             inner = memory.inner_quantized.first(num_rows)
             quantize_rows(memory.inner[:num_rows], out=inner, pdl=True)
         multiply(inner, experts.down, experts.down_bias, memory.outer, products.PLAIN)
-        rows.sum_of_experts(memory.outer, routed, shared, total=total, adds=adds, pdl=True)
+        return ExpertRows(memory.outer, routed, shared)
 
     def _run_shared(self, x: Tensor, num_tokens: int) -> Tensor | None:
         """[T, d] of the shared expert."""
@@ -304,3 +312,8 @@ class CudaMoe:
         self._shared.gate_up.gated(x, memory.shared_gate_up, memory.shared_gated, num_tokens)
         self._shared.down.product(memory.shared_gated, memory.shared, num_tokens)
         return memory.shared[:num_tokens]
+
+
+def _buffer(x: Input) -> Tensor:
+    assert isinstance(x, Tensor), "experts quantise their input themselves, for the router"
+    return x

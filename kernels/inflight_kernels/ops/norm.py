@@ -127,6 +127,11 @@ def block_of(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int
     )
 
 
+def vectors_per_thread(*, widens: bool) -> tuple[int, ...]:
+    """What `block_of` may find, for sums that are wider than x, or are not."""
+    return _VECTORS_PER_THREAD[:-1] if widens else _VECTORS_PER_THREAD
+
+
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     wide = STORAGE_TYPES[torch.float32]
@@ -135,8 +140,7 @@ def instantiations() -> list[Instantiation]:
     names = tuple(
         _name(storage, sum_type, per_thread, adds)
         for storage, sum_type in kinds
-        # Of wider sums half as many fit.
-        for per_thread in _VECTORS_PER_THREAD[: None if sum_type == storage else -1]
+        for per_thread in vectors_per_thread(widens=sum_type != storage)
         for adds in (True, False)
     )
     quantized = tuple(

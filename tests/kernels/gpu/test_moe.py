@@ -24,6 +24,7 @@ from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.moe.products import CLAMPED, PLAIN, SILU, product, tile_of
 from inflight_kernels.ops.moe.routing import Routed, Router, route
 from inflight_kernels.ops.moe.rows import gather, sum_of_experts
+from inflight_kernels.ops.moe.sum_norm import ExpertRows, sum_rms_norm
 from inflight_kernels.torch_ops import moe as definition
 from inflight_kernels.torch_ops.moe import Routing
 from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
@@ -443,6 +444,68 @@ def test_a_shared_expert_and_what_was_before_are_added() -> None:
     expected = (each * routed.weights[:, :top_k, None]).sum(1)
     expected += before.double() + shared.double() * routed.weights[:, top_k:]
     assert relative_error(total.check(), expected) < ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("values", [None, torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("total_type", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "hidden"),
+    [(1, 8, 2048), (20, 3, 264), (64, 8, 2048), (700, 4, 2880), (9, 31, 64), (5, 2, 7168)],
+)
+def test_a_norm_of_sums_is_that_of_what_was_summed(
+    tokens, top_k, hidden, has_shared, total_type, values
+) -> None:
+    experts = 32
+    routed = Routed(tokens, experts, top_k, "cuda")
+    logits = torch.randn(tokens, experts, device="cuda")
+    route(logits, Router(Routing(top_k, renormalize=True), experts), routed, tile=8)
+    rows = torch.randn(tokens * top_k, hidden, device="cuda").bfloat16()
+    gather(rows[:tokens], routed, num_tokens=tokens, out=torch.empty_like(rows))
+    shared = torch.randn(tokens, hidden, device="cuda").bfloat16() if has_shared else None
+    weight = torch.rand(hidden, device="cuda") + 0.5
+    before = torch.randn(tokens, hidden, device="cuda").to(total_type)
+    total = Guarded(tokens, hidden, dtype=total_type)
+    total.tensor.copy_(before)
+    out = Guarded(tokens, hidden, dtype=torch.bfloat16)
+    x = ExpertRows(rows, routed, shared)
+    sum_rms_norm(x, weight, 1e-6, total=total.tensor, out=out.tensor, pdl=True)
+    each = rows.double()[routed.positions.long()].view(tokens, top_k, hidden)
+    expected = before.double() + (each * routed.weights[:, :top_k, None]).sum(1)
+    if shared is not None:
+        expected += shared.double() * routed.weights[:, top_k:]
+    found = total.check()
+    assert relative_error(found, expected) < max(ROUNDING[total_type], 1e-6)
+    scale = (found.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    normed = found.double() * scale * weight
+    assert relative_error(out.check(), normed) < ROUNDING[torch.bfloat16]
+    if values is None:
+        return
+    quantized = ScaledRows.empty(tokens, hidden, torch.device("cuda"), values)
+    total.tensor.copy_(before)
+    sum_rms_norm(x, weight, 1e-6, total=total.tensor, out=quantized, pdl=True)
+    assert torch.equal(total.check(), found)
+    exact, scales = quantize_rows(normed.float(), values)
+    assert relative_error(quantized.scales, scales) < 1e-6
+    back = dequantize_rows(quantized.values, quantized.scales)
+    assert relative_error(back, dequantize_rows(exact, scales)) < 2e-3
+
+
+def test_operands_of_a_norm_of_sums_that_do_not_fit_are_refused() -> None:
+    routed = Routed(4, 8, 2, "cuda")
+    rows = torch.zeros(8, 64, device="cuda").bfloat16()
+    weight, total = torch.ones(64, device="cuda"), torch.zeros(4, 64, device="cuda")
+    good = {"total": total, "out": torch.zeros(4, 64, device="cuda").bfloat16()}
+    for bad in (
+        {"total": total.half()},
+        {"total": torch.zeros(5, 64, device="cuda")},
+        {"out": good["out"].float()},
+        {"out": good["out"][:3]},
+    ):
+        with pytest.raises(ValueError, match=r"total|out|rows"):
+            sum_rms_norm(ExpertRows(rows, routed, None), weight, 1e-6, **(good | bad))
+    with pytest.raises(ValueError, match="shared"):
+        sum_rms_norm(ExpertRows(rows, routed, rows), weight, 1e-6, **good)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 65, 700])

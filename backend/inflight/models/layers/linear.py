@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:  # where there is no GPU, what the kernels import need not be installed
     from inflight_kernels.ops.linear.operands import Input
     from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+    from inflight_kernels.ops.moe.sum_norm import ExpertRows
 
 INVARIANT_ROWS = 128
 """Rows of a batch-invariant tile. Buffers have a multiple of it."""
@@ -55,6 +56,14 @@ class CudaSublayer(Protocol):
 
     def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
         """total += layer(x)"""
+
+
+class CudaMixture(CudaSublayer, Protocol):
+    """A mixture of experts on a GPU."""
+
+    def unsummed(self, x: Input, num_tokens: int) -> ExpertRows | None:
+        """layer(x), whose sums over experts the next norm computes, so that these are no kernel of
+        their own; None, and nothing is computed, if they are none anyway."""
 
 
 class CudaWeight(CudaSublayer, Protocol):

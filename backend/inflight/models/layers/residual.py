@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight.models.layers.linear import CudaSublayer
+from inflight.models.layers.linear import CudaMixture, CudaSublayer
 from inflight.models.layers.norm import NormWeights
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops.embedding import embedding
@@ -23,6 +23,7 @@ from inflight_kernels.ops.linear.operands import (
     SummedRows,
     values_of,
 )
+from inflight_kernels.ops.moe.sum_norm import ExpertRows, sum_rms_norm
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams, add_norm
 
@@ -82,6 +83,16 @@ class ResidualStream(Protocol):
             scale: of what is added.
         """
 
+    def add_mixture(
+        self,
+        x: Input,
+        mixture: CudaMixture,
+        num_tokens: int,
+        norm: NormWeights | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """As `add`; the sums over experts may be left to the next norm."""
+
     def add_parallel(self, x: Operand, linear: CudaSublayer, num_tokens: int) -> None:
         """Add linear(x) to what the preceding `add` adds, before its scale."""
 
@@ -118,6 +129,7 @@ class Residual:
     ) -> None:
         self._eps = spec.norm_eps
         self.hidden = torch.zeros(num_rows, spec.hidden_size, dtype=dtype, device=device)
+        self._experts: ExpertRows | None = None  # to be added by the next norm
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         embedding(token_ids, table, out=self.hidden[: len(token_ids)], pdl=True)
@@ -128,10 +140,21 @@ class Residual:
     def norm(self, norm: NormWeights | None, out: Operand) -> None:
         assert norm is not None
         rows = self.hidden[: len(values_of(out))]
-        rms_norm(rows, norm.weight, self._eps, out=out, pdl=True)
+        if not self._norm_experts(norm, rows, out):
+            rms_norm(rows, norm.weight, self._eps, out=out, pdl=True)
+
+    def _norm_experts(self, norm: NormWeights, total: Tensor, out: Operand) -> bool:
+        """Add the experts that are left to a norm, if there are any, and norm the sum."""
+        experts, self._experts = self._experts, None
+        if experts is None:
+            return False
+        sum_rms_norm(experts, norm.weight, self._eps, total=total, out=out, pdl=True)
+        return True
 
     def normed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | None:
         assert norm is not None
+        if self._experts is not None:
+            return None
         return NormedRows(self.hidden[:num_tokens], norm.weight, self._eps)
 
     def summed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | SummedRows | None:
@@ -146,6 +169,18 @@ class Residual:
         scale: float = 1.0,
     ) -> None:
         linear.add(x, self.hidden, num_tokens)
+
+    def add_mixture(
+        self,
+        x: Input,
+        mixture: CudaMixture,
+        num_tokens: int,
+        norm: NormWeights | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self._experts = mixture.unsummed(x, num_tokens)
+        if self._experts is None:
+            self.add(x, mixture, num_tokens, norm, scale)
 
     def add_parallel(self, x: Operand, linear: CudaSublayer, num_tokens: int) -> None:
         linear.add(x, self.hidden, num_tokens)
@@ -181,6 +216,8 @@ class WideResidual(Residual):
         assert norm is not None
         num_tokens = len(values_of(out))
         total = self.hidden[:num_tokens]
+        if self._norm_experts(norm, total, out):
+            return
         residual = None if self._is_new else total
         addend = self._addend[:num_tokens]
         rms_norm(addend, norm.weight, self._eps, residual, out=out, total=total, pdl=True)
@@ -191,7 +228,7 @@ class WideResidual(Residual):
 
     def summed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | SummedRows | None:
         assert norm is not None
-        if self._is_new:
+        if self._is_new or self._experts is not None:
             return None
         before = self.hidden
         self.hidden = self._few if before is self._whole else self._whole
@@ -267,6 +304,16 @@ class NormedResidual(WideResidual):
     ) -> None:
         super().add(x, linear, num_tokens)
         self._norm, self._scale = norm, scale
+
+    def add_mixture(
+        self,
+        x: Input,
+        mixture: CudaMixture,
+        num_tokens: int,
+        norm: NormWeights | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.add(x, mixture, num_tokens, norm, scale)
 
 
 def _affine(norm: NormWeights | None) -> Affine | None:

@@ -188,3 +188,19 @@ __device__ int choose_all_of(const Logit& logit, const RouterParams& router, flo
     weight = shared;
     return router.num_experts + lane - router.top_k;
 }
+
+// `choose_all_of` for a token of a batch, by one warp: returns the expert of lane r, and writes the
+// token's weights.
+template <int PER_LANE>
+__device__ int choose_for(const float* logits, const RouterParams& router, int token, float* ranks,
+                          float* weights) {
+    const int lane = threadIdx.x % 32, all_top_k = router.all_top_k();
+    const float* const own = logits + static_cast<long long>(token) * router.stride;
+    const auto logit = [own](int column) { return load_l2(own + column); };
+    float weight, shared;
+    const int expert = choose_all_of<PER_LANE>(logit, router, ranks, weight, shared);
+    float* const to = weights + static_cast<long long>(token) * (all_top_k + 1);
+    if (lane < all_top_k) to[lane] = weight;
+    if (lane == 0) to[all_top_k] = shared;
+    return expert;
+}

@@ -1,7 +1,6 @@
 // Rows of tokens for their experts, and sums of what the experts compute.
 #include "eight_bit.cuh"
-
-constexpr int MAX_TOP_K = 32;
+#include "moe/sum.cuh"
 
 // The rows of a token's experts. With more than one block of `block_tokens` tokens, `positions` are
 // ranks among the rows of the same expert and block, to which `starts` are added here.
@@ -78,50 +77,22 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// total[t] = (ADD: total[t]) + sum over r of weights[t, r] * rows[positions[t, r]], in this order,
-// + weights[t, top_k] * shared[t] unless that is null. One block of threads per token.
+// total = (ADD: total) + sums of experts. One block of threads per token.
 template <typename T, bool ADD>
 __global__ void __launch_bounds__(256)
     sum_of_experts(const T* rows, const int* positions, const float* weights, const T* shared,
                    T* total, int width, int top_k) {
-    constexpr int N = VECTOR<T>, AT_ONCE = 8;
+    constexpr int N = VECTOR<T>;
+    __shared__ Parts parts;
+    const ExpertRows<T> experts = {rows, positions, weights, shared, width, top_k};
     pdl_launch_dependents();
     pdl_wait();
-    __shared__ long long places[MAX_TOP_K];
-    __shared__ float factors[MAX_TOP_K + 1];
-    const int token = blockIdx.x;
-    if (threadIdx.x <= top_k) {
-        factors[threadIdx.x] = load_l2(weights + token * (top_k + 1) + threadIdx.x);
-        if (threadIdx.x < top_k)
-            places[threadIdx.x] =
-                static_cast<long long>(load_l2(positions + token * top_k + threadIdx.x)) * width;
-    }
-    __syncthreads();
-    const long long row = static_cast<long long>(token) * width;
+    experts.find(parts);
+    const long long row = static_cast<long long>(blockIdx.x) * width;
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
         float sum[N] = {};
         if (ADD) unpack<T>(load_vector(total + row + column), sum);
-        for (int from = 0; from < top_k; from += AT_ONCE) {
-            uint4 raw[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                if (from + i < top_k) raw[i] = load_vector(rows + places[from + i] + column);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                if (from + i >= top_k) continue;
-                float values[N];
-                unpack<T>(raw[i], values);
-                const float factor = factors[from + i];
-#pragma unroll
-                for (int j = 0; j < N; j++) sum[j] += factor * values[j];
-            }
-        }
-        if (shared) {
-            float values[N];
-            unpack<T>(load_vector(shared + row + column), values);
-#pragma unroll
-            for (int j = 0; j < N; j++) sum[j] += factors[top_k] * values[j];
-        }
+        experts.add(parts, row + column, column, sum);
         store_vector(total + row + column, pack<T>(sum));
     }
 }

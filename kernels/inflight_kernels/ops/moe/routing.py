@@ -121,7 +121,8 @@ class Routed:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
         pairs = max_tokens * top_k
-        blocks = max(-(-count // block_tokens(count)) for count in (max_tokens, _FEW_TOKENS))
+        sizes = (max_tokens, *(most for most, _ in _BLOCK_TOKENS))
+        blocks = max(-(-count // block_tokens(count)) for count in sizes)
         self.max_tokens, self.num_experts, self.top_k = max_tokens, num_experts, top_k
         self.experts, self.positions = ints(pairs), ints(pairs)
         self.weights = torch.zeros(max_tokens, top_k + 1, device=device)
@@ -130,13 +131,19 @@ class Routed:
         self.num_tiles, self.arrived = ints(1), ints(1)
 
 
-_FEW_TOKENS = 512
+_MAX_TOGETHER = 64
+"""Tokens that one cluster of blocks routes, which tell each other what they chose."""
+
+_CLUSTER_BLOCKS, _CLUSTER_WARPS = 8, 8
+
+_BLOCK_TOKENS = ((_MAX_TOGETHER, _MAX_TOGETHER), (128, 8), (512, 16), (2048, 32))
+"""Up to how many tokens a block of `route` has how many, as measured on an H100: few are routed
+sooner, but many blocks take longer to plan. Those of one cluster count as one block."""
 
 
 def block_tokens(num_tokens: int) -> int:
-    """Tokens of a block of `route`: few, one for each of 8 warps, are routed sooner, but many
-    blocks take longer to plan."""
-    return 8 if num_tokens <= _FEW_TOKENS else _MAX_BLOCK_TOKENS
+    """Tokens of a block: ranks among them become positions in `gather`, if there are more."""
+    return next((size for most, size in _BLOCK_TOKENS if num_tokens <= most), _MAX_BLOCK_TOKENS)
 
 
 def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: bool = False) -> None:
@@ -156,8 +163,11 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
     _check_operands(logits, router, routed)
     if not num_tokens:
         return
-    per_block = block_tokens(num_tokens)
     padded = -(-router.all_experts // 32) * 32
+    if num_tokens <= _MAX_TOGETHER:
+        _route_few(logits, router, routed, tile, padded, pdl)
+        return
+    per_block = block_tokens(num_tokens)
     threads = max(padded, min(32 * min(num_tokens, per_block), _MAX_THREADS))
     words = 4 * padded + threads + per_block * router.all_top_k
     if routing.top_groups < routing.num_groups:
@@ -178,6 +188,29 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
         per_block,
         routed.arrived,
         shared=4 * words,
+        pdl=pdl,
+    )
+
+
+def _route_few(
+    logits: Tensor, router: Router, routed: Routed, tile: int, padded: int, pdl: bool
+) -> None:
+    """By one cluster; padded: experts, rounded up to whole warps."""
+    routing = router.routing
+    has_groups = routing.top_groups < routing.num_groups
+    kernel("route_few_hopper", f"route_few<{_per_lane(router.num_experts)}>")(
+        _CLUSTER_BLOCKS,
+        max(padded, 32 * _CLUSTER_WARPS),
+        logits,
+        *router.arguments(logits.stride(0)),
+        len(logits),
+        routed.experts,
+        routed.weights,
+        routed.positions,
+        routed.tiles,
+        routed.num_tiles,
+        tile,
+        shared=4 * _CLUSTER_WARPS * padded if has_groups else 0,
         pdl=pdl,
     )
 
@@ -222,4 +255,7 @@ def _per_lane(num_experts: int) -> int:
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
-    return [("route", tuple(f"route<{count}>" for count in _PER_LANE), ())]
+    return [
+        ("route", tuple(f"route<{count}>" for count in _PER_LANE), ()),
+        ("route_few_hopper", tuple(f"route_few<{count}>" for count in _PER_LANE), ()),
+    ]

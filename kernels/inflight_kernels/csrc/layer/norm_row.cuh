@@ -1,0 +1,139 @@
+// RMSNorm with fused residual addition, in one pass over memory.
+#pragma once
+
+#include "eight_bit.cuh"
+
+// What is normed: rows of values as they are stored. Others have the same members, where vectors of
+// Loaded may be anything that takes few registers.
+template <typename T>
+struct StoredRows {
+    using Loaded = uint4;
+    const T* x;
+
+    // By all threads of the block of a row, after pdl_wait.
+    __device__ void begin() const {}
+    // A vector, `place` values from the first row's start, in `column` of its row.
+    __device__ uint4 load(long long place, int) const { return load_vector(x + place); }
+    __device__ void unpack_to(const uint4& loaded, float (&values)[VECTOR<T>]) const {
+        unpack<T>(loaded, values);
+    }
+};
+
+// One block per row of `hidden` values, covered by blockDim.x * VECTORS 16-byte vectors of T. The
+// residual and `total` are in R, which is T or float. A row is kept in registers between its sum of
+// squares and its scaling. If types are equal, `total` and `out` may alias `x` or `residual`: a
+// thread writes only what it has read itself.
+//
+// ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
+// or Fp8 or Int8 with a scale for each row.
+template <typename T, typename R, typename Out, int VECTORS, bool ADD, class Rows>
+__device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const float* weight,
+                                         R* total, Out* out, float* scales, int hidden, float eps) {
+    constexpr int N = VECTOR<T>, M = VECTOR<R>;
+    constexpr int PARTS = N / M;  // vectors of R with the values of one of T
+    static_assert(PARTS * M == N, "R has at least the size of T");
+    __shared__ float partial[32];
+    const long long row = static_cast<long long>(blockIdx.x) * hidden;
+
+    pdl_launch_dependents();
+    // No kernel writes weights, so they are loaded while the preceding one ends; those of a long row
+    // would take too many registers.
+    constexpr bool EARLY = VECTORS <= 4;
+    float weights[EARLY ? VECTORS : 1][N];
+#pragma unroll
+    for (int i = 0; EARLY && i < VECTORS; i++) {
+        const int column = (i * blockDim.x + threadIdx.x) * N;
+        if (column < hidden) load_floats(weight + column, weights[i]);
+    }
+    pdl_wait();
+    x.begin();
+
+    typename Rows::Loaded values[VECTORS];
+    uint4 sums[VECTORS][PARTS];  // as they are stored
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        const int column = (i * blockDim.x + threadIdx.x) * N;
+        if (column < hidden) {
+            values[i] = x.load(row + column, column);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+                if (ADD) sums[i][part] = load_vector(residual + row + column + part * M);
+        }
+    }
+
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        const int column = (i * blockDim.x + threadIdx.x) * N;
+        if (column < hidden) {
+            float a[N];
+            x.unpack_to(values[i], a);
+            if constexpr (ADD || PARTS > 1) {
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+                    float(&sum)[M] = *reinterpret_cast<float(*)[M]>(a + part * M);
+                    if (ADD) {
+                        float b[M];
+                        unpack<R>(sums[i][part], b);
+#pragma unroll
+                        for (int j = 0; j < M; j++) sum[j] += b[j];
+                    }
+                    sums[i][part] = pack<R>(sum);
+                    store_vector(total + row + column + part * M, sums[i][part]);
+                    unpack<R>(sums[i][part], sum);  // the norm is of the rounded sum
+                }
+            } else {
+                sums[i][0] = values[i];
+            }
+#pragma unroll
+            for (int j = 0; j < N; j++) squares += a[j] * a[j];
+        }
+    }
+    const float scale = rsqrtf(block_sum(squares, partial) / hidden + eps);
+
+    // Values of a vector, normed.
+    const auto normed = [&](int i, int column, float(&a)[N]) {
+        float(&w)[N] = weights[EARLY ? i : 0];
+        if (!EARLY) load_floats(weight + column, w);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            unpack<R>(sums[i][part], *reinterpret_cast<float(*)[M]>(a + part * M));
+#pragma unroll
+        for (int j = 0; j < N; j++) a[j] *= scale * w[j];
+    };
+    if constexpr (SAME<Out, T>) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            const int column = (i * blockDim.x + threadIdx.x) * N;
+            if (column < hidden) {
+                float a[N];
+                normed(i, column, a);
+                store_vector(out + row + column, pack<T>(a));
+            }
+        }
+    } else {
+        __shared__ unsigned maxima[32];
+        unsigned largest = 0;
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            const int column = (i * blockDim.x + threadIdx.x) * N;
+            if (column < hidden) {
+                float a[N];
+                normed(i, column, a);
+#pragma unroll
+                for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
+            }
+        }
+        const RowScale<Out> quantized(block_max(largest, maxima));
+        if (threadIdx.x == 0) scales[blockIdx.x] = quantized.scale;
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            const int column = (i * blockDim.x + threadIdx.x) * N;
+            if (column < hidden) {
+                float a[N];
+                normed(i, column, a);
+                store_bytes<T>(out + row + column, quantized, a);
+            }
+        }
+    }
+}
