@@ -17,7 +17,6 @@ FULLER = {"backend/inflight/models/families"}
 # Their parts and limits, most by keyword alone.
 LONG_SIGNATURES = {
     "backend/inflight/engine/engine.py:Engine.__init__",
-    "backend/inflight/scheduling/scheduler.py:Scheduler.__init__",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from fake_runner import NUM_NAMED, PagedRunner, score
 from inflight.core.batch import Batch, Chunk, Committed
 from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
 from inflight.engine.beam_search import BeamGroup
 from inflight.engine.output import OutputStage
+from inflight.kv.layout import KVTables
+from inflight.kv.settings import KVSettings
 from inflight.kv.tiers.host_cache import HostTier
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.step_limits import StepLimits
 from inflight.scheduling.waiting_queue import WaitingQueue
 
 
@@ -25,22 +31,26 @@ def sequence(
 def scheduler(
     waiting: WaitingQueue | None = None,
     forecast: KVForecast | None = None,
+    *,
+    num_blocks: int = 16,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    tables: KVTables | None = None,
     host_tier: HostTier | None = None,
-    **changes: int | bool,
+    clock: Callable[[], float] = time.monotonic,
+    **limits: int,
 ) -> Scheduler:
-    settings: dict[str, int | bool] = {
-        "num_blocks": 16,
-        "block_size": 4,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-    }
-    settings |= changes
-    return Scheduler(
-        waiting=waiting,
-        forecast=forecast,
+    """limits: as in `StepLimits`."""
+    kv = KVSettings(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        tables=tables,
         host_tier=host_tier,
-        **settings,  # type: ignore[arg-type]
     )
+    few = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    step = StepLimits(**few | limits)
+    return Scheduler(kv, step, waiting=waiting, forecast=forecast, clock=clock)
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

@@ -9,12 +9,14 @@ from pathlib import Path
 from inflight.config import EngineConfig
 from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.execution.runner import Runner
+from inflight.kv.settings import KVSettings
 from inflight.kv.tiers.disk_cache import DiskCache
 from inflight.kv.tiers.host_cache import HostTier
 from inflight.scheduling.draft_budget import DraftBudget
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.step_limits import StepLimits
 from inflight.scheduling.waiting_queue import WaitingQueue
 
 
@@ -38,17 +40,21 @@ def make_scheduler(
         PriorityClass.BATCH: config.batch_weight,
     }
     return Scheduler(
-        num_blocks=runner.num_blocks,
-        block_size=runner.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_prefill_chunk=config.max_prefill_chunk,
+        KVSettings(
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            tables=runner.kv_tables,
+            host_tier=make_host_tier(config, runner),
+        ),
+        StepLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_chunk=config.max_prefill_chunk,
+            max_draft_tokens=config.max_draft_tokens,
+            max_rows=runner.max_rows,
+        ),
         waiting=WaitingQueue(weights, config.max_waiting, config.max_waiting_tokens),
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_draft_tokens=config.max_draft_tokens,
-        max_rows=runner.max_rows,
-        kv_tables=runner.kv_tables,
-        host_tier=make_host_tier(config, runner),
         prefill_budget=prefill_budget,
         forecast=_make_forecast(config, runner),
         clock=clock,

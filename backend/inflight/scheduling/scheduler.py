@@ -49,10 +49,11 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.errors import EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
-from inflight.kv.layout import KVTables
-from inflight.kv.tiers.host_cache import HostCache, HostTier
+from inflight.kv.settings import KVSettings
+from inflight.kv.tiers.host_cache import HostCache
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.prefill_budget import PrefillBudget
+from inflight.scheduling.step_limits import StepLimits
 from inflight.scheduling.token_charges import TokenCharges
 from inflight.scheduling.waiting_queue import WaitingQueue
 
@@ -65,19 +66,9 @@ class Scheduler:
     first commit is the caller's choice.
 
     Args:
-        num_blocks: KV blocks in the pool.
-        block_size: tokens per kernel block.
-        max_num_seqs: maximum running sequences.
-        max_num_batched_tokens: maximum tokens in a step; also limits the running sequences.
-        max_prefill_chunk: maximum tokens of one prompt in a step; None for the whole budget.
+        kv: the KV blocks, and how they are used.
+        limits: of a step.
         waiting: the queue, empty; None for one with default limits.
-        enable_prefix_caching: reuse blocks of equal prefixes.
-        max_draft_tokens: maximum draft tokens in a step, assigned in order of admission.
-        max_rows: maximum rows of logits in a step; None for no limit. A prompt with requested
-            logprobs takes one for each token, but never another sequence's: the remaining rows are
-            assigned in order of admission, at least one each.
-        kv_tables: the block tables of each sequence; None for one that keeps all tokens.
-        host_tier: tiers of the prefix cache below the pool; None for none.
         prefill_budget: limits prompts in steps that also decode; None for no limit.
         forecast: says how many blocks admissions leave free for the growth of those that run; None
             for one for each sequence that grows.
@@ -94,20 +85,12 @@ class Scheduler:
             KV blocks than are free and not kept for those that run.
     """
 
-    def __init__(  # limits, by keyword alone
+    def __init__(
         self,
+        kv: KVSettings,
+        limits: StepLimits,
         *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_prefill_chunk: int | None = None,
         waiting: WaitingQueue | None = None,
-        enable_prefix_caching: bool = True,
-        max_draft_tokens: int = 256,
-        max_rows: int | None = None,
-        kv_tables: KVTables | None = None,
-        host_tier: HostTier | None = None,
         prefill_budget: PrefillBudget | None = None,
         forecast: KVForecast | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -117,17 +100,16 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.lacks_blocks = False
         self._clock = clock
-        self._pool = BlockPool(num_blocks, block_size)
-        self.host_cache = None if host_tier is None else HostCache(host_tier, self._pool)
-        self._tables = BlockTables(self._pool, enable_prefix_caching, kv_tables, self.host_cache)
-        self._max_num_batched_tokens = max_num_batched_tokens
-        # Every running sequence may need a token in the same step.
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._pool = pool = BlockPool(kv.num_blocks, kv.block_size)
+        self.host_cache = None if kv.host_tier is None else HostCache(kv.host_tier, pool)
+        self._tables = BlockTables(pool, kv.enable_prefix_caching, kv.tables, self.host_cache)
+        self.max_num_seqs = limits.max_running
+        self._max_num_batched_tokens = limits.max_num_batched_tokens
+        self._max_chunk = limits.max_chunk
+        self._max_draft_tokens = limits.max_draft_tokens
+        self._max_rows = sys.maxsize if limits.max_rows is None else limits.max_rows
         self._prefill_budget = prefill_budget
         self._forecast = forecast
-        self._max_chunk = max_prefill_chunk or max_num_batched_tokens
-        self._max_draft_tokens = max_draft_tokens
-        self._max_rows = sys.maxsize if max_rows is None else max_rows
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._running: OrderedDict[int, SequenceGroup] = OrderedDict()  # in order of admission
         self._suspended: dict[int, SequenceGroup] = {}

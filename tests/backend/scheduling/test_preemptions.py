@@ -14,9 +14,11 @@ from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.kv.layout import KVTables
+from inflight.kv.settings import KVSettings
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.step_limits import StepLimits
 from inflight.scheduling.waiting_queue import WaitingQueue
 
 BLOCK_SIZE = 16
@@ -72,12 +74,9 @@ def measure(
     tables = KVTables.single(BLOCK_SIZE)
     forecast = KVForecast(tables, MAX_NUM_SEQS, int(reserve * num_blocks)) if reserve else None
     plan = Scheduler(
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=8192,
+        KVSettings(num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False),
+        StepLimits(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192),
         waiting=WaitingQueue(max_waiting=len(waiting)),
-        enable_prefix_caching=False,
         forecast=forecast,
     )
     for one in waiting:

@@ -28,7 +28,6 @@ from inflight.kv.tiers.host_cache import HostTier
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.kv_forecast import KVForecast
 from inflight.scheduling.output_lengths import MIN_SAMPLES, OutputLengths
-from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.waiting_queue import QueueKey
 from scheduling import (
     STOP,
@@ -36,6 +35,7 @@ from scheduling import (
     beam_search,
     best_outputs,
     rows_of,
+    scheduler,
     scores_of,
     searched_alone,
 )
@@ -141,13 +141,13 @@ class EngineMachine(RuleBasedStateMachine):
         num_slots = config.pop("host_slots")
         tier = HostTier(num_slots) if num_slots else None
         self.now = 0.0
-        self.plan = Scheduler(
-            host_tier=tier,
-            max_rows=self.max_rows,
-            kv_tables=self.kv_tables,
+        self.plan = scheduler(
             forecast=self.forecast,
+            tables=self.kv_tables,
+            host_tier=tier,
             clock=lambda: self.now,
-            **config,
+            max_rows=self.max_rows,
+            **config,  # type: ignore[arg-type]
         )
         self.limits = PoolLimits(config["num_blocks"], self.kv_tables, self.plan.max_num_seqs)
         self.pool = self.plan._pool
