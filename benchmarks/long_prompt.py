@@ -2,7 +2,7 @@
 and `ttft_target_ms`.
 
     python benchmarks/long_prompt.py [--model MODEL] [--device cuda] [--streams 64] [--prompt 30000]
-        [--targets 0 10 30 30:5000] [--runs 3] [--result FILE] [--set NAME=VALUE ...]
+        [--targets 0 10 30 30:5000 30:7000] [--runs 3] [--result FILE] [--set NAME=VALUE ...]
 
 Streams decode; then a prompt joins them. `before` are the steps without it, `during` those until
 its first token. A target is that of the ITL, or those of the ITL and the TTFT; 0 is none. The
@@ -119,7 +119,7 @@ def main() -> None:
     in_process.add_options(parser)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=30_000)
-    default = [_targets(text) for text in ("0", "10", "30", "30:5000")]
+    default = [_targets(text) for text in ("0", "10", "30", "30:5000", "30:7000")]
     parser.add_argument("--targets", type=_targets, nargs="+", default=default)
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()

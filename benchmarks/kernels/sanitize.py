@@ -76,6 +76,7 @@ JOBS = (
     Job("racecheck", "experts", ("moe",), only="the_definition[130-60-4-72-136-zipf"),
     Job("racecheck", "experts, one cluster", ("moe",), only="the_definition[33-60-4-72-136-zipf"),
     Job("racecheck", "experts, sums", ("moe",), 30, "norm_of_sums"),
+    Job("racecheck", "experts, codes", ("moe",), 47, "weights_in_records"),
     Job("racecheck", "experts, scaled", ("moe",), only="bias_and_gate[dtype1-300-1"),
     Job("racecheck", "few tokens of experts", ("few_experts",), FIRST),
     Job("racecheck", "products of codes, few tokens", ("grouped",), 5, "every_kind"),

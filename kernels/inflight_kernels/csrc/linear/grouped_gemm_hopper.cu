@@ -150,7 +150,7 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
         const unsigned record =
             shared_address(ring) + TOKENS * X_BYTES + warp % (GROUPS * 4) * R::BYTES;
         const auto release = [&](int slot) {
-            if (lane == 0) arrive_at(empty + slot, rank);
+            if (lane == 0) arrive(empty + slot);
         };
         own_count = (count - team + TEAMS - 1) / TEAMS;
         int slot = team, parity = 0;

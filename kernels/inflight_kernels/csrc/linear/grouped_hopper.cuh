@@ -62,6 +62,10 @@ __device__ __forceinline__ void multiply_records(float (&acc)[SUMS], unsigned re
     static_assert(EVERY <= STAGES, "the parity changes at most once from one stage to the next");
     constexpr int STEPS = COLUMNS / STEP, HALF = STEPS / 2;
     float(&own)[N / 2] = *reinterpret_cast<float(*)[N / 2]>(&acc);
+    const auto release_by_warp = [&](int slot) {
+        __syncwarp();  // all lanes have read their codes
+        release(slot);
+    };
     int before = -1;
     for (int i = 0; i < count; i++) {
         barrier_wait(full + slot, parity);
@@ -85,7 +89,7 @@ __device__ __forceinline__ void multiply_records(float (&acc)[SUMS], unsigned re
             wgmma_commit();
             if (half == 0) {
                 wgmma_wait<1>();  // of the stage before
-                if (before >= 0) release(before);
+                if (before >= 0) release_by_warp(before);
             }
         }
         before = slot;
@@ -98,7 +102,7 @@ __device__ __forceinline__ void multiply_records(float (&acc)[SUMS], unsigned re
     }
     wgmma_wait<0>();
     fence_operand(own);
-    if (before >= 0) release(before);
+    if (before >= 0) release_by_warp(before);
 }
 
 }  // namespace grouped

@@ -10,11 +10,6 @@ constexpr int TOKENS = 64;  // of a tile
 
 // ---------------------------------------------------------------- barriers in shared memory
 
-__device__ inline void arrive(Barrier* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-                 : "memory");
-}
-
 // Barrier of the consumers.
 __device__ inline void sync_consumers() {
     asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");

@@ -279,7 +279,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
         if constexpr (PAIR) {
             if (lane < 2) arrive_at(empty + slot, lane);
         } else {
-            if (lane == 0) arrive_at(empty + slot, 0);
+            if (lane == 0) arrive(empty + slot);
         }
     };
     int slot = 0, parity = 0;
