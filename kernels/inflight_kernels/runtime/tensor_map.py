@@ -1,4 +1,4 @@
-"""Tensor maps, with which Hopper's TMA copies boxes of a matrix to shared memory."""
+"""Tensor maps, with which Hopper's TMA copies boxes of values to shared memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ L2Sector = Literal[128, 256]
 # cuda.core exports the options of a tensor map but not their enumerations, which are taken from the
 # defaults.
 SWIZZLE_128B = type(TensorMapDescriptorOptions.swizzle).SWIZZLE_128B
+_NO_SWIZZLE = type(TensorMapDescriptorOptions.swizzle).NONE
 _L2Promotion = type(TensorMapDescriptorOptions.l2_promotion)
 L2_PROMOTIONS: dict[L2Sector, Any] = {128: _L2Promotion.L2_128B, 256: _L2Promotion.L2_256B}
 
@@ -31,46 +32,65 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
         l2_sector: bytes that a read promotes to the L2 cache.
     """
     rows, columns = matrix.shape
-    itemsize = matrix.itemsize
-    address, stride = matrix.data_ptr(), matrix.stride(0)
-    return _encode(address, rows, columns, stride, box, l2_sector, itemsize)
+    size = matrix.itemsize
+    strides = size * matrix.stride(0), size
+    return _encode(matrix.data_ptr(), (rows, columns), strides, box, l2_sector, SWIZZLE_128B)
+
+
+_RECORD_PARTS, _RECORD_SIZE = 2, 8
+
+
+def record_map(records: Tensor, num_tiles: int) -> object:
+    """A tensor map of the records of a weight, to be passed to a kernel by value.
+
+    A box has up to 256 values in a dimension. So a record is two rows of values of 8 bytes, and a
+    copy begins at column 0 of row 2 * chunk of a tile.
+
+    Args:
+        records: [tiles, chunks, bytes] uint8 on a GPU, of up to 4096 bytes.
+        num_tiles: whose records of the same chunk are copied at once, one behind the other.
+    """
+    tiles, chunks, size = records.shape
+    part = size // _RECORD_PARTS
+    shape = tiles, _RECORD_PARTS * chunks, part // _RECORD_SIZE
+    strides = chunks * size, part, _RECORD_SIZE
+    box = num_tiles, _RECORD_PARTS, part // _RECORD_SIZE
+    return _encode(records.data_ptr(), shape, strides, box, 256, _NO_SWIZZLE)
 
 
 @cleared_by_recordings
 @functools.lru_cache(maxsize=4096)
 def _encode(
     address: int,
-    rows: int,
-    columns: int,
-    row_stride: int,
-    box: tuple[int, int],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
     l2_sector: L2Sector,
-    itemsize: int,
+    swizzle: Any,
 ) -> object:
+    """strides: in bytes; the last one is the size of a value."""
     if launched() is not None:
         return None
-    matrix = _Matrix(address, (rows, columns), row_stride, itemsize)
-    return StridedMemoryView.from_any_interface(matrix, stream_ptr=-1).as_tensor_map(
+    values = _Values(address, shape, strides)
+    return StridedMemoryView.from_any_interface(values, stream_ptr=-1).as_tensor_map(
         box,
-        data_type=np.dtype(f"u{itemsize}"),
-        swizzle=SWIZZLE_128B,
+        data_type=np.dtype(f"u{strides[-1]}"),
+        swizzle=swizzle,
         l2_promotion=L2_PROMOTIONS[l2_sector],
     )
 
 
-class _Matrix:
+class _Values:
     """Values in device memory, for the CUDA array interface.
 
     A tensor map created from a tensor would keep its memory alive in the cache of maps.
     """
 
-    def __init__(
-        self, address: int, shape: tuple[int, int], row_stride: int, itemsize: int
-    ) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
             "shape": shape,
-            "strides": (itemsize * row_stride, itemsize),
-            "typestr": f"<u{itemsize}",
+            "strides": strides,
+            "typestr": f"<u{strides[-1]}",
             "data": (address, False),
         }

@@ -14,8 +14,8 @@ namespace grouped {
 
 using namespace gemm;  // cluster operations
 
-constexpr int X_BYTES = COLUMNS * 2;  // of a token in a stage
-constexpr int GROUP_TILES = 4;        // of 16 rows, of a consumer warpgroup
+constexpr int X_BYTES = COLUMNS * 2;    // of a token in a stage
+constexpr int GROUP_TILES = BOX_TILES;  // of 16 rows, of a consumer warpgroup
 
 // Bytes of a stage: x, then the records, rounded up to atoms of the swizzle.
 template <class R, int TOKENS, int GROUPS>
@@ -52,14 +52,15 @@ __device__ inline void sync_all() {
 // Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
 // 16; + residual (bias and residual may be null; out may alias the residual, and is float if
 // `wide`).
-// Cluster c computes the tokens of tile c % token_tiles and the rows of tile c / token_tiles. Box of
-// the map of x: TOKENS rows of 128 bytes. `values` is null unless codes are indices.
+// Cluster c computes the tokens of tile c % token_tiles and the rows of tile c / token_tiles. Boxes
+// of the maps: TOKENS rows of 128 bytes of x, BOX_TILES records. `values` is null unless codes are
+// indices.
 // Threads: GROUPS * TEAMS warpgroups and a warp. Dynamic shared memory: 1024 + the larger of STAGES
 // * STAGE_BYTES and TEAMS * TOKENS * (64 * GROUPS + 4) floats, + STAGES * 16 bytes.
 template <class R, int TOKENS, int GROUPS, int TEAMS, int STAGES, int SPLIT>
 __global__ void __cluster_dims__(SPLIT, 1, 1)
     __launch_bounds__(128 * GROUPS * TEAMS + 32, TOKENS <= 64 && TEAMS == 1 ? 2 : 1)
-    grouped_product(const __grid_constant__ TensorMap x, const unsigned char* records,
+    grouped_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap records,
                     const grouped::Table* values, const __nv_bfloat16* bias,
                     const __nv_bfloat16* residual, void* out, int m, int n, int k,
                     int token_tiles, bool gated, bool wide) {
@@ -86,15 +87,9 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
     const int first = tile / token_tiles * columns;
     const int chunks = (k + COLUMNS - 1) / COLUMNS;
     const int from = rank * chunks / SPLIT, count = (rank + 1) * chunks / SPLIT - from;
-    // The first row of one of the block's 16-row tiles; not below n if there is none.
-    const auto row_of = [&](int t) {
-        const int row = first + (t % (gated ? TILES / 2 : TILES)) * ROWS;
-        if (row >= width) return n;
-        return gated && t >= TILES / 2 ? width + row : row;
-    };
-
     if (warp == WARPS && lane == 0) {
         prefetch_tensor_map(&x);
+        prefetch_tensor_map(&records);
         for (int s = 0; s < STAGES; s++) {
             init_barrier(full + s, 1);
             init_barrier(empty + s, GROUPS * 4);
@@ -106,42 +101,41 @@ __global__ void __cluster_dims__(SPLIT, 1, 1)
     float sums[TOKENS / 2];
     int own_count = 0;  // of the warp's stages
     if (warp >= WARPS) {
-        // A lane copies the records of a tile, and the first one x.
-        const int row = lane < TILES ? row_of(lane) : n;
-        const bool has_rows = row < n;
-        const unsigned char* source =
-            records + R::offset(has_rows ? row / ROWS : 0, k) + from * R::BYTES;
-        const int num_rows = __popc(__ballot_sync(FULL_WARP, has_rows));
-        const auto copy_weight = [&](int slot) {
-            if (lane == 0)
-                arrive_expect_tx(full + slot, TOKENS * X_BYTES + num_rows * R::BYTES);
-            __syncwarp();
-            if (has_rows)
-                bulk_copy(ring + slot * STAGE + TOKENS * X_BYTES + lane * R::BYTES, source,
-                          R::BYTES, full + slot);
-            source += R::BYTES;
+        static_assert(GROUPS % 2 == 0, "gate and up have groups of their own");
+        const auto copy_weight = [&](int slot, int step) {
+            arrive_expect_tx(full + slot, TOKENS * X_BYTES + TILES * R::BYTES);
+            char* const target = ring + slot * STAGE + TOKENS * X_BYTES;
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                const int half = gated ? group / (GROUPS / 2) : 0;
+                const int row = half * width + first + (group - half * (GROUPS / 2)) * 64;
+                copy_records(target + group * GROUP_TILES * R::BYTES, &records, row / ROWS,
+                             from + step, full + slot);
+            }
         };
         const auto copy_x = [&](int slot, int step) {
-            if (lane != 0) return;
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 tma_load(ring + slot * STAGE + half * TOKENS * 128, &x, first_token,
                          (from + step) * COLUMNS + half * 64, full + slot);
         };
-        // No kernel writes weights: they may be fetched before the preceding kernel has ended.
-        const int ahead = min(STAGES, count);
-        for (int s = 0; s < ahead; s++) copy_weight(s);
-        pdl_wait();
-        for (int s = 0; s < ahead; s++) copy_x(s, s);
-        for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
-            barrier_wait(empty + slot, parity);
-            copy_weight(slot);
-            copy_x(slot, s);
-            if (++slot == STAGES) {
-                slot = 0;
-                parity ^= 1;
+        if (lane == 0) {
+            // No kernel writes weights: they may be fetched before the preceding kernel has ended.
+            const int ahead = min(STAGES, count);
+            for (int s = 0; s < ahead; s++) copy_weight(s, s);
+            pdl_wait();
+            for (int s = 0; s < ahead; s++) copy_x(s, s);
+            for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
+                barrier_wait(empty + slot, parity);
+                copy_weight(slot, s);
+                copy_x(slot, s);
+                if (++slot == STAGES) {
+                    slot = 0;
+                    parity ^= 1;
+                }
             }
         }
+        __syncwarp();
     } else {
         Table table = {};
         if constexpr (R::CODES == TABLE) table = *values;

@@ -8,14 +8,19 @@
 
 namespace grouped {
 
-// Copies a record, or another multiple of 16 bytes that is used once, to shared memory.
-__device__ inline void bulk_copy(void* shared, const unsigned char* from, int bytes,
-                                 Barrier* barrier) {
+// Tiles of 16 rows whose records of the same columns are copied at once, one behind the other: those
+// of a warpgroup. With a copy for each record, products waited for the thread that starts copies.
+constexpr int BOX_TILES = 4;
+
+// Copies the records of BOX_TILES tiles from `row_tile` on, which are used once; zeros past the
+// last one. See record_map of runtime/tensor_map.py.
+__device__ inline void copy_records(void* shared, const TensorMap* map, int row_tile, int chunk,
+                                    Barrier* barrier) {
     constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier)),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(0), "r"(2 * chunk), "r"(row_tile), "r"(shared_address(barrier)),
         "l"(EVICT_FIRST)
         : "memory");
 }

@@ -112,25 +112,26 @@ struct Codes {
     // Up to where x is, in whole atoms of its swizzle.
     static constexpr int BYTES = (ROWS / grouped::ROWS * R::BYTES + 1023) / 1024 * 1024;
 
-    const unsigned char* records;
-    int k;
+    const TensorMap& map;  // of boxes of a warpgroup's records
     grouped::Table table;
 
-    __device__ __forceinline__ void prefetch() const {}
+    __device__ __forceinline__ void prefetch() const { prefetch_tensor_map(&map); }
 
-    // Nothing is copied in the place of rows past the expert's, whose sums are not stored.
+    // No box is copied in the place of rows past the expert's, whose sums are not stored.
+    static __device__ __forceinline__ int boxes(int rows_left) {
+        return (min(ROWS, rows_left) + 63) / 64;
+    }
+
     static __device__ __forceinline__ int bytes(int rows_left) {
-        return min(ROWS, rows_left) / grouped::ROWS * R::BYTES;
+        return boxes(rows_left) * grouped::BOX_TILES * R::BYTES;
     }
 
     __device__ __forceinline__ void copy(char* stage, int row, int rows_left, int step,
                                          Barrier* barrier) const {
-        const int row_tile = row / grouped::ROWS, count = min(ROWS, rows_left) / grouped::ROWS;
+        const int count = boxes(rows_left);
         for (int i = 0; i < count; i++)
-            grouped::bulk_copy(stage + i * R::BYTES,
-                               records + R::offset(row_tile + i, k) +
-                                   static_cast<long long>(step) * R::BYTES,
-                               R::BYTES, barrier);
+            grouped::copy_records(stage + i * grouped::BOX_TILES * R::BYTES, &map,
+                                  row / grouped::ROWS + i * grouped::BOX_TILES, step, barrier);
     }
 
     static __device__ __forceinline__ Place place(const char* ring, int warp) {
@@ -414,17 +415,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
 }
 
 // experts_product with a weight in records R [experts * n / 16, chunks of k, R::BYTES], n a
-// multiple of 16. x has 16 bits. Table: of codes that are indices; null for others. Dynamic shared
-// memory: STAGES * (ROWS / 16 records, rounded up to 1024 bytes, and TOKENS * 256 + 16) instead.
+// multiple of 16, with a map of boxes of BOX_TILES records. x has 16 bits. Table: of codes that are
+// indices; null for others. Dynamic shared memory: STAGES * (ROWS / 16 records, rounded up to 1024
+// bytes, and TOKENS * 256 + 16) instead.
 template <class R, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>
 __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-    experts_product_codes(const __grid_constant__ TensorMap x, const unsigned char* records,
-                          const grouped::Table* table, const T* bias, const Tile* tiles,
+    experts_product_codes(const __grid_constant__ TensorMap x,
+                          const __grid_constant__ TensorMap records, const grouped::Table* table, const T* bias, const Tile* tiles,
                           const int* num_tiles, T* out, int n, int k, int first_row,
                           int is_history) {
     const experts::Operands at = {nullptr, nullptr, bias,      tiles,     num_tiles,
                                   n,       k,       first_row, is_history};
-    experts::Codes<R, ROWS> codes = {records, k, {}};
+    experts::Codes<R, ROWS> codes = {records, {}};
     if constexpr (R::CODES == grouped::TABLE) codes.table = *table;
     experts::mainloop<experts::Codes<R, ROWS>, T, TOKENS, ROWS, GROUPS, STAGES, GATE, false>(
         x, codes, at, out);

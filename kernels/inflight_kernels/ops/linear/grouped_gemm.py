@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.grouped_rows import (
+    BOX_TILES,
     KINDS,
     RECORD_COLUMNS,
     RECORD_ROWS,
@@ -22,7 +23,7 @@ from inflight_kernels.ops.linear.grouped_rows import (
 from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES, check_grouped_operands
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
-from inflight_kernels.runtime.tensor_map import matrix_map
+from inflight_kernels.runtime.tensor_map import matrix_map, record_map
 
 # As in grouped_gemm_hopper.cu.
 _GROUPS = 2
@@ -150,7 +151,7 @@ def linear(
         token_tiles * -(-width // columns) * tile.split,
         tile.threads,
         matrix_map(x, (tile.tokens, _BOX_COLUMNS), 128),
-        weight.records,
+        record_map(weight.records, BOX_TILES),
         0 if weight.table is None else weight.table,
         0 if bias is None else bias,
         0 if residual is None else residual,

@@ -80,6 +80,10 @@ KINDS = (
 """All that kernels are compiled for."""
 
 
+BOX_TILES = 4
+"""Tiles of 16 rows whose records Hopper's TMA copies at once, as in grouped_hopper.cuh."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedRows:
     """A matrix [n, k], or several of them one below the other.

@@ -40,7 +40,7 @@ from inflight_kernels.runtime.launch import (
     num_multiprocessors,
     vectors_in,
 )
-from inflight_kernels.runtime.tensor_map import matrix_map
+from inflight_kernels.runtime.tensor_map import matrix_map, record_map
 
 GATE_ROWS = 8
 """Rows of gate and up alternate in a fused weight."""
@@ -269,7 +269,8 @@ def product(
 def _weight_arguments(x: Operand, weight: ExpertsWeight, cut: Shape) -> tuple[object, ...]:
     """Of the kernel: the weight, and all scales."""
     if isinstance(weight, GroupedRows):
-        return weight.records, 0 if weight.table is None else weight.table
+        records = record_map(weight.records, grouped_rows.BOX_TILES)
+        return records, 0 if weight.table is None else weight.table
     matrix = values_of(weight)
     box = cut.rows, STAGE_DEPTH_BYTES // matrix.itemsize
     return (
