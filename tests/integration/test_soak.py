@@ -213,7 +213,7 @@ def soak(serving: Serving, num_first: int, number: int) -> tuple[Load, list[dict
 
 
 @pytest.mark.parametrize(
-    ("num_first", "number"), [(500, 1200), pytest.param(800, 2400, marks=pytest.mark.long)]
+    ("num_first", "number"), [(300, 700), pytest.param(800, 2400, marks=pytest.mark.long)]
 )
 def test_many_requests_leave_nothing_behind(
     num_first: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,8 +230,8 @@ def test_a_planted_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     set_failpoint(monkeypatch, "leak", LEAKED_BYTES_PER_REQUEST)
     with serve_supervised(tmp_path, "echo", "--grpc-guard") as serving:
         load = Load(serving)
-        load.run(300)
-        found = leaks(load.run(500))
+        load.run(200)
+        found = leaks(load.run(400))
     assert [name for name in found if name.startswith("engine_main ")], found
 
 
