@@ -71,3 +71,13 @@ def test_gpu_support_states_the_limits_of_the_kernels() -> None:
     assert gpu_support.MAX_EXPERTS == routing.MAX_EXPERTS
     assert gpu_support.MAX_TOP_K == routing.MAX_TOP_K
     assert gpu_support.MAX_EXPERT_GROUPS == routing.MAX_GROUPS
+
+
+@pytest.mark.parametrize("max_tokens", [1, 64, 65, 200, 600, 2048, 2049, 8192])
+def test_memory_for_the_most_tokens_is_enough_for_fewer(max_tokens: int) -> None:
+    """Fewer tokens may be in more blocks."""
+    experts, top_k = 16, 2
+    routed = routing.Routed(max_tokens, experts, top_k, "cpu")
+    for tokens in range(1, max_tokens + 1):
+        size = routing.block_tokens(tokens)
+        assert -(-tokens // size) * experts <= len(routed.starts)
