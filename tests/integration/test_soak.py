@@ -230,8 +230,8 @@ def test_a_planted_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     set_failpoint(monkeypatch, "leak", LEAKED_BYTES_PER_REQUEST)
     with serve_supervised(tmp_path, "echo", "--grpc-guard") as serving:
         load = Load(serving)
-        load.run(200)
-        found = leaks(load.run(400))
+        load.run(300)
+        found = leaks(load.run(500))
     assert [name for name in found if name.startswith("engine_main ")], found
 
 
