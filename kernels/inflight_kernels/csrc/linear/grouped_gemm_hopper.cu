@@ -22,28 +22,13 @@ template <class R, int TOKENS, int GROUPS>
 constexpr int STAGE_BYTES =
     (TOKENS * X_BYTES + GROUPS * GROUP_TILES * R::BYTES + 1023) / 1024 * 1024;
 
-// Reads a value from the shared memory of a block of the cluster.
-__device__ inline float4 load_from(const float4* place, int rank) {
-    float4 value;
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
-        "}"
-        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-        : "r"(shared_address(place)), "r"(rank)
-        : "memory");
-    return value;
-}
-
-// Barrier of all threads of the cluster; their writes are visible afterwards.
+// Barrier of all threads of a cluster of SPLIT blocks; their writes are visible afterwards.
 template <int SPLIT>
 __device__ inline void sync_all() {
     if constexpr (SPLIT == 1)
         __syncthreads();
     else
-        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+        cluster_sync_release();
 }
 
 }  // namespace grouped

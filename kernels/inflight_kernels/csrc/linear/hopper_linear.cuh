@@ -2,6 +2,7 @@
 // sm_90a only.
 #pragma once
 
+#include "cluster.cuh"
 #include "eight_bit.cuh"
 
 // Columns of a stage: 128 bytes, the width of a swizzled row in shared memory.
@@ -17,10 +18,6 @@ constexpr int PROMOTED_STAGES = 2;
 struct alignas(64) TensorMap {
     char opaque[128];
 };
-
-__device__ inline unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ inline void prefetch_l2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -58,7 +58,3 @@ __device__ inline void send(float2* place, int rank, const float2& value) {
         : "memory");
 }
 
-// Barrier of all running threads of the cluster; their writes are visible afterwards.
-__device__ inline void cluster_sync_release() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}

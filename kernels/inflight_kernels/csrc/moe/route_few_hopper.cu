@@ -1,34 +1,10 @@
 // As route.cu, of few tokens: the blocks of a cluster tell each other what they chose, and each
 // plans on its own, so that none waits for memory of the GPU.
+#include "cluster.cuh"
 #include "moe/choice.cuh"
 #include "moe/plan.cuh"
 
 constexpr int BLOCKS = 8, BLOCK_TOKENS = 8, MAX_EXPERTS = 512;
-
-// Reads a value from the shared memory of a block of the cluster.
-__device__ inline unsigned load_from(const unsigned* place, int rank) {
-    unsigned value = 0;
-#if __CUDA_ARCH__ >= 900
-    const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(place));
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %1, %2;\n"
-        "ld.shared::cluster.u32 %0, [there];\n"
-        "}"
-        : "=r"(value)
-        : "r"(here), "r"(rank)
-        : "memory");
-#endif
-    return value;
-}
-
-// Barrier of all threads of the cluster; their writes are visible afterwards.
-__device__ inline void sync_cluster() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
 
 // Up to BLOCKS * BLOCK_TOKENS tokens, by one cluster; a warp has one of them. `positions` are
 // complete. Threads: one for each expert, and 32 * BLOCK_TOKENS at least. Dynamic shared memory:
@@ -60,7 +36,7 @@ __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(MAX_EXPERTS)
         expert = choose_for<PER_LANE>(logits, router, token, ranks + warp * padded, weights);
         if (lane < all_top_k) atomicOr(masks + expert, 1u << warp);
     }
-    sync_cluster();
+    cluster_sync_release();
     int total = 0;  // rows of this thread's expert
     if (threadIdx.x < padded) {
         int before = 0;
@@ -90,5 +66,5 @@ __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(MAX_EXPERTS)
         for (int i = 0; i * tile < total; i++)
             tiles[tile_of[threadIdx.x] + i] =
                 tile_at(threadIdx.x, row_of[threadIdx.x], total, i, tile);
-    sync_cluster();  // others read `masks`
+    cluster_sync_release();  // others read `masks`
 }

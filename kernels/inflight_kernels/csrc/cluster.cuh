@@ -1,0 +1,42 @@
+// Clusters of blocks that read each other's shared memory. Hopper only.
+#pragma once
+
+#include "common.cuh"
+
+__device__ inline unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Barrier of all running threads of the cluster; their writes are visible afterwards.
+__device__ inline void cluster_sync_release() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Read a value from the shared memory of a block of the cluster.
+__device__ inline unsigned load_from(const unsigned* place, int rank) {
+    unsigned value;
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "ld.shared::cluster.u32 %0, [there];\n"
+        "}"
+        : "=r"(value)
+        : "r"(shared_address(place)), "r"(rank)
+        : "memory");
+    return value;
+}
+
+__device__ inline float4 load_from(const float4* place, int rank) {
+    float4 value;
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+        "}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(shared_address(place)), "r"(rank)
+        : "memory");
+    return value;
+}
