@@ -213,7 +213,7 @@ def soak(serving: Serving, num_first: int, number: int) -> tuple[Load, list[dict
 
 
 @pytest.mark.parametrize(
-    ("num_first", "number"), [(300, 700), pytest.param(800, 2400, marks=pytest.mark.long)]
+    ("num_first", "number"), [(500, 1200), pytest.param(800, 2400, marks=pytest.mark.long)]
 )
 def test_many_requests_leave_nothing_behind(
     num_first: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
