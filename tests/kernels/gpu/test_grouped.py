@@ -81,7 +81,9 @@ def test_a_gated_product_is_silu_of_one_half_times_the_other(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize(("linear", "tokens"), [(grouped.linear, 3), (grouped_gemm.linear, 40)])
+@pytest.mark.parametrize(
+    ("linear", "tokens"), [(grouped.linear, 1), (grouped.linear, 3), (grouped_gemm.linear, 40)]
+)
 def test_every_kind_has_products(linear, tokens, kind) -> None:
     x, weight = _random(tokens, 384), random_rows(200, 384, kind)
     out = Guarded(tokens, 200, dtype=torch.bfloat16)
@@ -131,7 +133,9 @@ def test_results_are_bitwise_reproducible(linear, tokens) -> None:
         assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize(("linear", "tokens"), [(grouped.linear, 7), (grouped_gemm.linear, 60)])
+@pytest.mark.parametrize(
+    ("linear", "tokens"), [(grouped.linear, 2), (grouped.linear, 7), (grouped_gemm.linear, 60)]
+)
 def test_a_broken_token_breaks_no_other(linear, tokens) -> None:
     x, weight = _random(tokens, 1024), random_rows(512, 1024, EACH_CODE[1])
     clean, dirty = (torch.empty(tokens, 512, dtype=x.dtype, device="cuda") for _ in range(2))
@@ -143,7 +147,9 @@ def test_a_broken_token_breaks_no_other(linear, tokens) -> None:
     assert torch.equal(dirty[others], clean[others])
 
 
-@pytest.mark.parametrize(("linear", "tokens"), [(grouped.linear, 7), (grouped_gemm.linear, 60)])
+@pytest.mark.parametrize(
+    ("linear", "tokens"), [(grouped.linear, 2), (grouped.linear, 7), (grouped_gemm.linear, 60)]
+)
 def test_rows_of_x_can_be_strided(linear, tokens) -> None:
     wide = torch.full((tokens, 3 * 576), torch.nan, dtype=torch.bfloat16, device="cuda")
     x = wide[:, 576:1152]
@@ -154,7 +160,9 @@ def test_rows_of_x_can_be_strided(linear, tokens) -> None:
     assert relative_error(out.check(), _product(x, weight)) < BOUND
 
 
-@pytest.mark.parametrize(("linear", "tokens"), [(grouped.linear, 3), (grouped_gemm.linear, 60)])
+@pytest.mark.parametrize(
+    ("linear", "tokens"), [(grouped.linear, 1), (grouped.linear, 3), (grouped_gemm.linear, 60)]
+)
 def test_a_chain_with_dependent_launches_replays_from_a_graph(linear, tokens) -> None:
     """Each layer's x is the layer before's out: a launch that reads too early shows."""
     size = 2048

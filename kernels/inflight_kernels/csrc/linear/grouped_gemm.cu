@@ -9,65 +9,7 @@
 //
 // For more tokens another kernel writes the weight in 16 bits for a product of those; see
 // grouped_gemm_hopper.cu as well.
-#include "linear/grouped_planes.cuh"
-
-namespace grouped {
-
-constexpr int HALF_WARP = 16;
-
-// On a multiprocessor.
-template <int WARPS, int DEPTH>
-constexpr int BLOCKS = WARPS > 8 ? 1 : (DEPTH == 1 ? 3 : 2);
-
-// Sums of 16 rows and 8 tokens, in fragments.
-template <int TOKENS>
-using Sums = float[TOKENS / 8][4];
-
-// Adds the products of a record of each of TILES tiles to sums. x: addresses of this lane's rows of
-// ldmatrix.
-template <class R, int TOKENS, int TILES>
-__device__ __forceinline__ void multiply_values(const Loaded<R> (&loaded)[TILES],
-                                                const Table& table,
-                                                const unsigned (&x)[TOKENS / 8],
-                                                Sums<TOKENS> (&sums)[TILES]) {
-    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
-#pragma unroll
-    for (int i = 0; i < COLUMNS / (2 * STEP); i++) {
-        unsigned b[TOKENS / 8][4];
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; j++) ptx::load_matrices(b[j], x[j] + i * 64);
-#pragma unroll
-        for (int s = 0; s < 2; s++)
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                unsigned a[4];
-                operand<R>(codes[t][i], s, loaded[t].scales(2 * i + s), table, a);
-#pragma unroll
-                for (int j = 0; j < TOKENS / 8; j++)
-                    ptx::mma<__nv_bfloat16>(sums[t][j], a, b[j][2 * s], b[j][2 * s + 1]);
-            }
-    }
-}
-
-// The same in planes.
-template <class R, int TOKENS, int TILES>
-__device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TILES],
-                                                   const unsigned (&x)[TOKENS / 8],
-                                                   const GroupOfX* groups, int stride,
-                                                   Sums<TOKENS> (&sums)[TILES]) {
-    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
-    const auto words_of = [&](int t, int group) {
-        const unsigned* const words = loaded[t].words + group * (R::MINIMUMS ? 2 : 1);
-        return make_uint2(words[0], R::MINIMUMS ? words[R::MINIMUMS ? 1 : 0] : 0);
-    };
-    multiply_planes<R, TILES, TOKENS / 8>(codes, words_of, x, groups, stride, sums);
-}
-
-}  // namespace grouped
+#include "linear/grouped_few.cuh"
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= TOKENS, in planes half as many, k a multiple
 // of 8; rows of x are `stride` values apart.
@@ -80,7 +22,7 @@ __device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TIL
 // Dynamic shared memory: m rows of 2 * phase + 32 bytes, twice WARPS * TOKENS * (16 * TILES + 4)
 // floats, and in planes for each GROUP columns of a phase TOKENS times 8 bytes.
 template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
-__global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
+__global__ void __launch_bounds__(WARPS * 32, 1)
     grouped_gemm(const __nv_bfloat16* x, int stride, const unsigned char* records,
                  const grouped::Table* values, const __nv_bfloat16* bias,
                  const __nv_bfloat16* residual, void* out, int m, int n, int k, int phase,
@@ -136,61 +78,15 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;
 
-    // Of tokens that there are not, sums of the last one are computed, and not stored. A row, or one
-    // of its planes, has 16 bytes more than its columns: rows begin in different banks.
-    constexpr bool PLANES = IN_PLANES<R>;
-    constexpr int COLUMN_BYTES = PLANES ? 1 : 2, ROWS_AT_ONCE = PLANES ? PLANE_TOKENS : 8;
-    const int pitch = COLUMN_BYTES * phase + 16, num_groups = PLANES ? phase / R::GROUP : 0;
-    GroupOfX* const groups = reinterpret_cast<GroupOfX*>(memory + 2 * SUMS * sizeof(float));
-    unsigned char* const x_memory =
-        reinterpret_cast<unsigned char*>(groups + num_groups * TOKENS);
-    unsigned x_rows[TOKENS / 8];
-#pragma unroll
-    for (int j = 0; j < TOKENS / 8; j++) {
-        const int row = min(j * ROWS_AT_ONCE + lane % ROWS_AT_ONCE, m - 1);
-        x_rows[j] = ptx::shared_address(x_memory) +
-                    (PLANES ? 2 * row + lane % 8 / PLANE_TOKENS : row) * pitch + lane / 8 * 16 +
-                    warp * (COLUMN_BYTES * COLUMNS);
-    }
+    const SharedX<R, TOKENS> of_x(memory + 2 * SUMS * sizeof(float), phase);
     const auto load_x = [&](int begin, int end) {
-        if constexpr (PLANES) {
-            const int of_row = (end - begin + PLANE_COLUMNS - 1) / PLANE_COLUMNS * HALF_WARP;
-            for (int from = threadIdx.x; from - lane < m * of_row; from += WARPS * 32) {
-                // Half of a warp may have nothing left, and does the same as the other half.
-                const int unit = from < m * of_row ? from : from - HALF_WARP;
-                const int row = unit / of_row, place = unit % of_row * LANE_COLUMNS;
-                const __nv_bfloat16* const source =
-                    x + static_cast<long long>(row) * stride + begin + place;
-                float values[LANE_COLUMNS];
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    unpack<__nv_bfloat16>(begin + place + 8 * half < k
-                                              ? load_vector(source + 8 * half)
-                                              : make_uint4(0, 0, 0, 0),
-                                          *reinterpret_cast<float(*)[8]>(values + 8 * half));
-                const int group = place / PLANE_COLUMNS * (PLANE_COLUMNS / R::GROUP);
-                convert<R>(values, x_memory + 2 * row * pitch + place, pitch,
-                           groups + (row / PLANE_TOKENS * num_groups + group) * 8 +
-                               row % PLANE_TOKENS);
-            }
-        } else {
-            const int vectors = (end - begin) / 8;
-            for (int row = 0; row < m; row++)
-                for (int i = threadIdx.x; i < vectors; i += WARPS * 32) {
-                    const int column = begin + 8 * i;
-                    ptx::copy_async(ptx::shared_address(x_memory) + row * pitch + 16 * i,
-                                    x + static_cast<long long>(row) * stride + min(column, k - 8),
-                                    column < k);
-                }
-            ptx::commit_copies();
-            ptx::wait_copies<0>();
-        }
-        __syncthreads();
+        of_x.template load<WARPS * 32>(x, stride, m, k, begin, end);
     };
     pdl_wait();
     const bool is_whole = phase >= k;
     if (is_whole) load_x(0, chunks * COLUMNS);
 
+    const Epilogue epilogue = {bias, residual, out, width, gated, wide};
     float* partial = reinterpret_cast<float*>(memory);
     for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
         Sums<TOKENS> sums[TILES] = {};
@@ -201,26 +97,18 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
                 load_x(begin, end);
             }
             unsigned rows[TOKENS / 8];
-#pragma unroll
-            for (int j = 0; j < TOKENS / 8; j++) rows[j] = x_rows[j];
+            of_x.rows(m, warp, rows);
             const int count = ((end - begin) / COLUMNS - warp + WARPS - 1) / WARPS;
 #pragma unroll 1
             for (int i = 0; i < count; i += DEPTH) {
 #pragma unroll
                 for (int d = 0; d < DEPTH; d++) {
-                    if (i + d < count) {
-                        if constexpr (PLANES)
-                            multiply_in_planes<R, TOKENS, TILES>(
-                                ahead[d], rows,
-                                groups + (warp + (i + d) * WARPS) * (R::GROUPS * 8),
-                                num_groups * 8, sums);
-                        else
-                            multiply_values<R, TOKENS, TILES>(ahead[d], table, rows, sums);
-                    }
+                    if (i + d < count)
+                        of_x.multiply(ahead[d], table, rows, warp + (i + d) * WARPS, sums);
                     load(ahead[d]);
 #pragma unroll
                     for (int j = 0; j < TOKENS / 8; j++)
-                        rows[j] += WARPS * COLUMN_BYTES * COLUMNS;
+                        rows[j] += WARPS * of_x.COLUMN_BYTES * COLUMNS;
                 }
             }
         }
@@ -239,24 +127,18 @@ __global__ void __launch_bounds__(WARPS * 32, (grouped::BLOCKS<WARPS, DEPTH>))
         for (int i = threadIdx.x; i < m * columns; i += WARPS * 32) {
             const int row = i / columns, column = i % columns;
             if (first + column >= width) continue;
-            const auto sum_of = [&](int tile_row, int weight_row) {
+            const float* const parts =
+                partial + (row / of_x.ROWS_AT_ONCE * 8 + row % of_x.ROWS_AT_ONCE) * PITCH + column;
+            epilogue.store(row, first + column, [&](int part) {
                 float sum = 0.0f;
-                const float* const first_part =
-                    partial + (row / ROWS_AT_ONCE * 8 + row % ROWS_AT_ONCE) * PITCH + tile_row;
 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
-                    sum += first_part[w * TOKENS * PITCH];
-                    if (PLANES) sum += first_part[(w * TOKENS + PLANE_TOKENS) * PITCH];
+                    const float* const of_warp = parts + w * TOKENS * PITCH + part * columns;
+                    sum += of_warp[0];
+                    if (of_x.PLANES) sum += of_warp[PLANE_TOKENS * PITCH];
                 }
-                return bias ? sum + static_cast<float>(bias[weight_row]) : sum;
-            };
-            float value = sum_of(column, first + column);
-            if (gated)
-                value = value / (1.0f + __expf(-value)) *
-                        sum_of(columns + column, width + first + column);
-            const long long place = static_cast<long long>(row) * width + first + column;
-            if (residual) value += static_cast<float>(residual[place]);
-            store_sum(out, place, value, wide);
+                return sum;
+            });
         }
         // The next tile's sums go elsewhere: those of this one may still be read.
         partial = partial == reinterpret_cast<float*>(memory) ? partial + SUMS : partial - SUMS;

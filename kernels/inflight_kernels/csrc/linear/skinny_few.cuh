@@ -3,7 +3,8 @@
 
 #include "linear/skinny_gemm.cuh"
 
-constexpr int FEW = 8;  // tokens that are all in the first warp, in the even pairs of its sums
+// Tokens of one atom: all of them are in the first warp, in the even pairs of its sums.
+constexpr int FEW = ATOM;
 
 // The epilogue for up to FEW tokens: a loop over the outputs, whose sums pass through shared memory,
 // so that all consumers take part. Unrolled over a thread's sums in registers, it takes longer: a

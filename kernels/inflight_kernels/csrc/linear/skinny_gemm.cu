@@ -20,25 +20,29 @@ __device__ void store_pair(Out* to, float a, float b) {
 
 // See skinny_gemm. In: type of the weight, and of x unless it is QUANTIZED here; row_scales is null
 // unless it has 8 bits. PAIR: by pairs of blocks.
-template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR,
+template <typename In, typename T, typename Out, int ROWS, bool GATED, bool PAIR,
           bool QUANTIZED = false, bool OF_SUMS = false>
 __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float* row_scales,
-                         const T* bias, const T* residual, Out* out, int m, int n, int k) {
+                         const T* bias, const T* residual, Out* out, int m, int n, int k,
+                         int stages) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SCALED = sizeof(In) == 1;
     constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
     constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // per thread, after the exchange
-    constexpr int STAGE = (ROWS + (QUANTIZED ? 0 : TOKENS)) * DEPTH;
+    // Of few tokens a stage has one atom, which is multiplied as if it were repeated up to 64
+    // tokens. Quantised here, they are not in the ring.
+    const bool is_few = QUANTIZED || m <= FEW;
+    const int stage_values = (ROWS + (QUANTIZED ? 0 : is_few ? ATOM : TOKENS)) * DEPTH;
 
     extern __shared__ char memory[];
     In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
-    In* const quantized = ring + STAGES * STAGE;  // x of all steps, if it is
+    In* const quantized = ring + stages * stage_values;  // x of all steps, if it is
     float4* const sent = reinterpret_cast<float4*>(
         quantized + (QUANTIZED ? quantized_steps<PAIR>(k) * MAX_QUANTIZED * DEPTH : 0));
     Barrier* const full = reinterpret_cast<Barrier*>(sent + ROWS * (PAIR ? 8 : 2));
-    Barrier* const empty = full + STAGES;
-    float2* const partial = reinterpret_cast<float2*>(empty + STAGES);
+    Barrier* const empty = full + stages;
+    float2* const partial = reinterpret_cast<float2*>(empty + stages);
 
     // Immediately: a small kernel fits alongside, and the next one of this kind takes over each
     // multiprocessor as it becomes free, with its weights in flight.
@@ -54,10 +58,10 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
 
     // State of the producer thread: stages of all of its tiles, and the next one.
     const int count = (tiles - first_tile + next_tile - 1) / next_tile * (last - first);
-    const int ahead = min(count, STAGES);
+    const int ahead = min(count, stages);
     int tile = first_tile, step = first;
     const auto copy_weight = [&](int slot) {
-        In* const to = ring + slot * STAGE;
+        In* const to = ring + slot * stage_values;
         const int row = tile * COLUMNS;
         arrive_expect_tx(full + slot, (ROWS + box) * DEPTH * sizeof(In));
         tma_load_evict_first(to, &weight, row, step * DEPTH, full + slot);
@@ -72,19 +76,19 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     if (warp == WARPS && lane == 0) {
         prefetch_tensor_map(&weight);
         if (!QUANTIZED) prefetch_tensor_map(x.map);
-        for (int s = 0; s < STAGES; s++) {
+        for (int s = 0; s < stages; s++) {
             init_barrier(full + s, 1);
             init_barrier(empty + s, WARPS);
         }
         fence_barrier_init();
         // No kernel writes weights: they may be fetched before the preceding kernel has ended.
         for (int s = 0; s < ahead; s++) copy_weight(s);
-    } else if (!QUANTIZED && warp < WARPS) {
+    } else if (!is_few && warp < WARPS) {
         // Padding tokens are multiplied as well: zeros, which take the least power.
         const int vectors = (TOKENS - box) * DEPTH / VECTOR<In>;
-        for (int s = 0; s < STAGES; s++)
+        for (int s = 0; s < stages; s++)
             for (int i = threadIdx.x; i < vectors; i += WARPS * 32)
-                store_vector(ring + s * STAGE + (ROWS + box) * DEPTH + i * VECTOR<In>,
+                store_vector(ring + s * stage_values + (ROWS + box) * DEPTH + i * VECTOR<In>,
                              make_uint4(0, 0, 0, 0));
         fence_async_proxy();
     }
@@ -97,7 +101,8 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
         if (lane != 0) return;
         const auto copy_x = [&](int slot, int at) {
             if (!QUANTIZED)
-                tma_load(ring + slot * STAGE + ROWS * DEPTH, x.map, 0, at * DEPTH, full + slot);
+                tma_load(ring + slot * stage_values + ROWS * DEPTH, x.map, 0, at * DEPTH,
+                         full + slot);
         };
         if (!QUANTIZED) pdl_wait();
         for (int s = 0; s < ahead; s++) copy_x(s, first + s % (last - first));
@@ -106,7 +111,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
             const int at = step;
             copy_weight(slot);
             copy_x(slot, at);
-            if (++slot == STAGES) {
+            if (++slot == stages) {
                 slot = 0;
                 parity ^= 1;
             }
@@ -117,10 +122,10 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     const int thread = warp < WARPS ? threadIdx.x : threadIdx.x - 32;  // without the producer
     if (QUANTIZED && x.norm && thread * 32 < k) prefetch_l2(x.norm + thread * 32);
     pdl_wait();
-    // Of quantised tokens there is one atom, which is repeated up to 64 tokens.
     const unsigned long long rows = smem_descriptor(ring);
     const unsigned long long tokens =
-        QUANTIZED ? smem_descriptor(quantized, 0) : smem_descriptor(ring + ROWS * DEPTH);
+        smem_descriptor(QUANTIZED ? quantized : ring + ROWS * DEPTH, is_few ? 0 : ATOM * 128);
+    const int stage_units = stage_values * static_cast<int>(sizeof(In)) / 16;  // of descriptors
     // Of this thread's two tokens.
     float token_scale[2] = {};
     if constexpr (QUANTIZED) {
@@ -134,7 +139,6 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     }
     FewTokens<T, Out, ROWS, GATED, PAIR, SCALED> few{
         row_scales, bias, residual, out, m, width, reinterpret_cast<float*>(sent)};
-    const bool is_few = QUANTIZED || m <= FEW;
     int slot = 0, parity = 0;
     for (; tile < tiles; tile += next_tile) {
         if (is_few) few.begin(tile, rank);
@@ -162,7 +166,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
             };
             for (step = first_step; step < last_step; step++) {
                 barrier_wait(full + slot, parity);
-                const int offset = slot * (STAGE * sizeof(In) / 16);
+                const int offset = slot * stage_units;
                 const int token_offset =
                     QUANTIZED ? (step - first) * (MAX_QUANTIZED * DEPTH / 16) : offset;
                 wgmma_fence();
@@ -176,7 +180,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
                     release();
                 }
                 before = slot;
-                if (++slot == STAGES) {
+                if (++slot == stages) {
                     slot = 0;
                     parity ^= 1;
                 }
@@ -288,52 +292,55 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
 // (bias and residual may be null; out may alias the residual). A tile has ROWS rows of the weight,
 // half of them gate and half up if GATED; block b computes tiles b, b + blocks and so on.
 // Boxes of the maps, of 128 bytes a row: m rows of x, rounded up to 8, and ROWS / 2 of weight.
-// Dynamic shared memory: 1024 + ROWS * 32 + STAGES * ((ROWS + TOKENS) * 128 + 16) bytes.
-template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
+// Dynamic shared memory: 1024 + ROWS * 32 + stages * ((ROWS + x) * 128 + 16) bytes, x being
+// ATOM for up to FEW tokens, otherwise TOKENS. stages: of the ring, which the caller chooses.
+template <typename T, typename Out, int ROWS, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-                const T* bias, const T* residual, Out* out, int m, int n, int k) {
+                const T* bias, const T* residual, Out* out, int m, int n, int k, int stages) {
     const Input<T> input = {&x};
-    mainloop<T, T, Out, ROWS, STAGES, GATED, false>(input, weight, nullptr, bias, residual, out, m,
-                                                    n, k);
+    mainloop<T, T, Out, ROWS, GATED, false>(input, weight, nullptr, bias, residual, out, m, n, k,
+                                            stages);
 }
 
 // The same of 8-bit values In, with scales of x's rows [m] and of the weight's [n]; k is a multiple
 // of 16.
-template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+template <typename In, typename T, int ROWS, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     scaled_skinny_gemm(const __grid_constant__ TensorMap x,
                        const __grid_constant__ TensorMap weight, const float* token_scales,
                        const float* row_scales, const T* bias, const T* residual, T* out, int m,
-                       int n, int k) {
+                       int n, int k, int stages) {
     const Input<T> input = {&x, token_scales};
-    mainloop<In, T, T, ROWS, STAGES, GATED, false>(input, weight, row_scales, bias, residual, out,
-                                                   m, n, k);
+    mainloop<In, T, T, ROWS, GATED, false>(input, weight, row_scales, bias, residual, out, m, n, k,
+                                           stages);
 }
 
 // The same of up to MAX_QUANTIZED rows of x in T, or of their norm if there is its weight: each
 // block quantises them by itself while its first stages of the weight are read, which saves the
-// kernels before it. Threads: 32 * HELPERS more. Dynamic shared memory: 1024 + ROWS * 32 + STAGES *
+// kernels before it. Threads: 32 * HELPERS more. Dynamic shared memory: 1024 + ROWS * 32 + stages *
 // (ROWS * 128 + 16) bytes, 1024 for each 128 columns of x that a block multiplies, and 512.
-template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+template <typename In, typename T, int ROWS, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm(const T* x, int stride, const float* norm, float eps,
                            const __grid_constant__ TensorMap weight, const float* row_scales,
-                           const T* bias, const T* residual, T* out, int m, int n, int k) {
+                           const T* bias, const T* residual, T* out, int m, int n, int k,
+                           int stages) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
-    mainloop<In, T, T, ROWS, STAGES, GATED, false, true>(input, weight, row_scales, bias, residual,
-                                                         out, m, n, k);
+    mainloop<In, T, T, ROWS, GATED, false, true>(input, weight, row_scales, bias, residual, out, m,
+                                                 n, k, stages);
 }
 
 // The same of the norm of x + residual, which the first block writes to total, [m, k] both.
-template <typename In, typename T, int ROWS, int STAGES>
+template <typename In, typename T, int ROWS>
 __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     summing_skinny_gemm(const T* x, int stride, const float* residual, float* total,
                         const float* norm, float eps, const __grid_constant__ TensorMap weight,
-                        const float* row_scales, const T* bias, T* out, int m, int n, int k) {
+                        const float* row_scales, const T* bias, T* out, int m, int n, int k,
+                        int stages) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
-    mainloop<In, T, T, ROWS, STAGES, false, false, true, true>(input, weight, row_scales, bias,
-                                                               nullptr, out, m, n, k);
+    mainloop<In, T, T, ROWS, false, false, true, true>(input, weight, row_scales, bias, nullptr,
+                                                       out, m, n, k, stages);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -344,43 +351,44 @@ __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
 
 // All with a cluster of two blocks per tile, and ROWS * 128 instead of ROWS * 32 bytes of shared
 // memory. There is one cluster for each tile.
-template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
+template <typename T, typename Out, int ROWS, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-                      const T* bias, const T* residual, Out* out, int m, int n, int k) {
+                      const T* bias, const T* residual, Out* out, int m, int n, int k, int stages) {
     const Input<T> input = {&x};
-    mainloop<T, T, Out, ROWS, STAGES, GATED, true>(input, weight, nullptr, bias, residual, out, m,
-                                                   n, k);
+    mainloop<T, T, Out, ROWS, GATED, true>(input, weight, nullptr, bias, residual, out, m, n, k,
+                                           stages);
 }
 
-template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+template <typename In, typename T, int ROWS, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
     scaled_skinny_gemm_pairs(const __grid_constant__ TensorMap x,
                              const __grid_constant__ TensorMap weight, const float* token_scales,
                              const float* row_scales, const T* bias, const T* residual, T* out,
-                             int m, int n, int k) {
+                             int m, int n, int k, int stages) {
     const Input<T> input = {&x, token_scales};
-    mainloop<In, T, T, ROWS, STAGES, GATED, true>(input, weight, row_scales, bias, residual, out, m,
-                                                  n, k);
+    mainloop<In, T, T, ROWS, GATED, true>(input, weight, row_scales, bias, residual, out, m, n, k,
+                                          stages);
 }
 
-template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+template <typename In, typename T, int ROWS, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm_pairs(const T* x, int stride, const float* norm, float eps,
                                  const __grid_constant__ TensorMap weight, const float* row_scales,
-                                 const T* bias, const T* residual, T* out, int m, int n, int k) {
+                                 const T* bias, const T* residual, T* out, int m, int n, int k,
+                                 int stages) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
-    mainloop<In, T, T, ROWS, STAGES, GATED, true, true>(input, weight, row_scales, bias, residual,
-                                                        out, m, n, k);
+    mainloop<In, T, T, ROWS, GATED, true, true>(input, weight, row_scales, bias, residual, out, m,
+                                                n, k, stages);
 }
 
-template <typename In, typename T, int ROWS, int STAGES>
+template <typename In, typename T, int ROWS>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     summing_skinny_gemm_pairs(const T* x, int stride, const float* residual, float* total,
                               const float* norm, float eps,
                               const __grid_constant__ TensorMap weight, const float* row_scales,
-                              const T* bias, T* out, int m, int n, int k) {
+                              const T* bias, T* out, int m, int n, int k, int stages) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
-    mainloop<In, T, T, ROWS, STAGES, false, true, true, true>(input, weight, row_scales, bias,
-                                                              nullptr, out, m, n, k);
+    mainloop<In, T, T, ROWS, false, true, true, true>(input, weight, row_scales, bias, nullptr, out,
+                                                      m, n, k, stages);
 }

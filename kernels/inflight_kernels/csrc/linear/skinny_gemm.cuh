@@ -7,6 +7,7 @@
 constexpr int WARPS = 4;    // consumers
 constexpr int HELPERS = 4;  // more warps that quantise x, where that is done here, and exit
 constexpr int TOKENS = 64;  // of a tile
+constexpr int ATOM = 8;     // rows of a swizzled atom
 
 // ---------------------------------------------------------------- barriers in shared memory
 

@@ -20,7 +20,7 @@ struct Input {
     float* total;
 };
 
-constexpr int MAX_QUANTIZED = 8;  // a swizzled atom of rows
+constexpr int MAX_QUANTIZED = ATOM;
 
 // Steps of which a block multiplies x, of any type of 8 bits.
 template <bool PAIR>

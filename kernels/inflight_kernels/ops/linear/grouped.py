@@ -1,6 +1,6 @@
 """Linear layers whose weight has 4 or 8 bits a value and scales of groups, on any GPU; x has 16.
 
-Shapes: m tokens, k inputs, n rows of the weight. For few tokens a kernel streams the weight once;
+Shapes: m tokens, k inputs, n rows of the weight. For few tokens kernels stream the weight once;
 `grouped_gemm` multiplies more of them on Hopper, and `dequantize` writes the weight in 16 bits for
 a product of those. All multiply with the same values. The tiling and the order of summation are
 fixed by `plan`: results are bitwise reproducible.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Tile:
 
     tokens: int
     tiles: int
-    warps: int = 8
+    warps: int = 16
     depth: int = 2
 
     def phase(self, m: int, k: int) -> int:
@@ -71,30 +72,20 @@ class Tile:
     def blocks(self, n: int, num_multiprocessors: int) -> int:
         """To launch for a weight with n rows."""
         tiles = -(-n // (self.tiles * RECORD_ROWS))
-        return min(tiles, num_multiprocessors * self._blocks_at_once)
-
-    @property
-    def _blocks_at_once(self) -> int:
-        """On a multiprocessor, as in grouped_gemm.cu."""
-        if self.warps > 8:
-            return 1
-        return 3 if self.depth == 1 else 2
+        return min(tiles, num_multiprocessors)
 
     @staticmethod
     def _x_pitch(columns: int) -> int:
         return 2 * columns + 32
 
 
-# Tiles that the kernel is compiled for. Many warps share x in shared memory, which counts if there
-# are several tokens or many columns; with few of them, several blocks fit on a multiprocessor.
-_ONE_TOKEN = Tile(8, 1, depth=4)
-_ONE_TOKEN_GATED = Tile(8, 2, depth=1)
-_FEW_TOKENS = Tile(8, 1, warps=16)
-_GATED = Tile(8, 2, warps=16)
+# Tiles that the kernel is compiled for. Many warps share x in shared memory.
+_FEW_TOKENS = Tile(8, 1)
+_GATED = Tile(8, 2)
 # Of kinds in planes alone.
-_MORE_TOKENS = Tile(16, 1, warps=16)
-_MORE_GATED = Tile(16, 2, warps=16, depth=1)
-_TILES = (_ONE_TOKEN, _ONE_TOKEN_GATED, _FEW_TOKENS, _GATED)
+_MORE_TOKENS = Tile(16, 1)
+_MORE_GATED = Tile(16, 2, depth=1)
+_TILES = (_FEW_TOKENS, _GATED)
 _PLANE_TILES = (*_TILES, _MORE_TOKENS, _MORE_GATED)
 
 _MANY_COLUMNS = 8192
@@ -110,13 +101,50 @@ def plan(m: int, k: int, gated: bool, in_planes: bool = False) -> Tile:
         gated: whether the weight is gate | up.
         in_planes: whether a token is two columns of a product.
     """
-    if m <= 2 and (gated or k < _MANY_COLUMNS):
-        return _ONE_TOKEN_GATED if gated else _ONE_TOKEN
     one, two = _FEW_TOKENS, _GATED
     if in_planes and 2 * m > two.tokens:
         one, two = _MORE_TOKENS, _MORE_GATED
     # With two tiles, x is read half as often, which counts if it does not stay in shared memory.
     return two if gated or k >= _MANY_COLUMNS or one.phase(m, k) < k else one
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What a block of the kernel for MAX_STREAMED_TOKENS computes at a time, and how.
+
+    Attributes:
+        tiles: of RECORD_ROWS rows of the weight; half of them gate and half up if gated.
+        depth: records of each tile that a warp loads ahead.
+        warps: which take records by turns.
+    """
+
+    tiles: int
+    depth: int
+    warps: int = 16
+
+    def blocks(self, n: int, num_multiprocessors: int) -> int:
+        """To launch for a weight with n rows."""
+        return min(self._tiles_of(n), num_multiprocessors)
+
+    def shared_bytes(
+        self, m: int, n: int, k: int, kind: GroupedKind, num_multiprocessors: int
+    ) -> int:
+        """Dynamic shared memory of a block for m tokens, which must be at most MAX_STREAM_BYTES."""
+        columns = -(-k // _PLANE_COLUMNS) * _PLANE_COLUMNS
+        parts, groups = (2, columns // kind.group) if kind.in_planes else (1, 0)
+        most = -(-self._tiles_of(n) // self.blocks(n, num_multiprocessors))
+        sums = most * self.warps * m * parts * (self.tiles * RECORD_ROWS + 4)
+        return m * (2 * columns + 32) + 64 * groups + 4 * sums
+
+    def _tiles_of(self, n: int) -> int:
+        return -(-n // (self.tiles * RECORD_ROWS))
+
+
+MAX_STREAMED_TOKENS = 2
+MAX_STREAM_BYTES = 96 * 1024
+"""Of shared memory: what every GPU has. A product that needs more has a tile of `plan`."""
+
+_STREAM, _GATED_STREAM = Stream(1, depth=4), Stream(2, depth=2)
 
 
 def linear(
@@ -150,10 +178,10 @@ def linear(
     )
     if not m or not n:
         return
-    tile = plan(m, k, gated, weight.kind.in_planes)
-    kernel("grouped_gemm", _name(weight.kind, tile))(
-        tile.blocks(n, num_multiprocessors()),
-        32 * tile.warps,
+    found = _launch_of(m, n, k, weight.kind, gated)
+    kernel(found.stem, found.name)(
+        found.blocks,
+        found.threads,
         x,
         x.stride(0),
         weight.records,
@@ -164,11 +192,41 @@ def linear(
         m,
         n,
         k,
-        tile.phase(m, k),
+        *found.phase,
         gated,
         out.dtype == torch.float32,
-        shared=tile.shared_bytes(m, k, weight.kind),
+        shared=found.shared_bytes,
         pdl=pdl,
+    )
+
+
+class _Launch(NamedTuple):
+    """Of a product. phase: columns of x at once, if the kernel takes them."""
+
+    stem: str
+    name: str
+    blocks: int
+    threads: int
+    phase: tuple[int, ...]
+    shared_bytes: int
+
+
+def _launch_of(m: int, n: int, k: int, kind: GroupedKind, gated: bool) -> _Launch:
+    multiprocessors = num_multiprocessors()
+    if m <= MAX_STREAMED_TOKENS:
+        stream = _GATED_STREAM if gated else _STREAM
+        shared_bytes = stream.shared_bytes(m, n, k, kind, multiprocessors)
+        if shared_bytes <= MAX_STREAM_BYTES:
+            name, blocks = _stream_name(kind, stream), stream.blocks(n, multiprocessors)
+            return _Launch("grouped_stream", name, blocks, 32 * stream.warps, (), shared_bytes)
+    tile = plan(m, k, gated, kind.in_planes)
+    return _Launch(
+        "grouped_gemm",
+        _name(kind, tile),
+        tile.blocks(n, multiprocessors),
+        32 * tile.warps,
+        (tile.phase(m, k),),
+        tile.shared_bytes(m, k, kind),
     )
 
 
@@ -207,6 +265,10 @@ def _name(kind: GroupedKind, tile: Tile) -> str:
     return f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {tile.warps}, {tile.depth}>"
 
 
+def _stream_name(kind: GroupedKind, stream: Stream) -> str:
+    return f"grouped_stream<{kind.name}, {stream.tiles}, {stream.warps}, {stream.depth}>"
+
+
 def _dequantizing_name(kind: GroupedKind) -> str:
     return f"grouped_dequantize<{kind.name}>"
 
@@ -217,11 +279,9 @@ def _tiles(kind: GroupedKind) -> tuple[Tile, ...]:
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
-    return [
-        (
-            "grouped_gemm",
-            (*(_name(kind, tile) for tile in _tiles(kind)), _dequantizing_name(kind)),
-            (),
-        )
-        for kind in KINDS
-    ]
+    found: list[Instantiation] = []
+    for kind in KINDS:
+        names = *(_name(kind, tile) for tile in _tiles(kind)), _dequantizing_name(kind)
+        streams = tuple(_stream_name(kind, stream) for stream in (_STREAM, _GATED_STREAM))
+        found += [("grouped_gemm", names, ()), ("grouped_stream", streams, ())]
+    return found

@@ -47,9 +47,18 @@ _THREADS = 160
 _QUANTIZING_THREADS = 288
 _TOKENS = 64
 
-# Shared memory of `quantizing_linear` for x, in pipeline steps, and for sums over its rows.
+# Rows of x that a stage has for up to as many tokens.
+_FEW_TOKENS = 8
+
+# Of a block: with few tokens at most, and in any case, more than half of what a multiprocessor has.
+# Measured on an H200 (benchmarks/notes.md).
+_FEW_SHARED_BYTES = 118 * 1024
+_LEAST_SHARED_BYTES = 114 * 1024
+_FEWEST_STAGES = 5
+
+# Of `quantizing_linear`: stages of x that it has room for, and sums over rows of x.
 _QUANTIZED_STEPS = 64
-_QUANTIZED_BYTES = _QUANTIZED_STEPS * 8 * STAGE_DEPTH_BYTES + 512
+_ROW_SUMS_BYTES = 512
 
 # Tile rows that the kernel is compiled for, for a pair of blocks and for one.
 _PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
@@ -72,40 +81,32 @@ class Plan:
     tiles: int
     blocks: int
 
-    @property
-    def stages(self) -> int:
-        """Pipeline stages in shared memory: as many as fit.
+    def ring(self, m: int, k_bytes: int, *, quantizes: bool = False) -> tuple[int, int]:
+        """(pipeline stages, dynamic shared memory in bytes) of a block.
 
-        So a multiprocessor has one block, even of a kernel launched before the preceding one has
-        ended: with room for two, some multiprocessors got both and others none.
+        More than half of the memory of a multiprocessor, so that it has one block, even of a kernel
+        launched before the preceding one has ended: with room for two, some multiprocessors got
+        both and others none. With few tokens not all of it, so that blocks of attention or of a
+        router, which precede and follow it, run beside it, and no longer than a block has stages.
+
+        Args:
+            m: tokens.
+            k_bytes: of a row of x, as it is multiplied.
+            quantizes: whether the block quantises x, which then is in memory of its own.
         """
-        return (MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self._other_bytes + self.stages * self._step_bytes
-
-    @property
-    def quantizing_stages(self) -> int:
-        """Pipeline stages of `quantizing_linear`."""
-        free = MAX_SHARED_BYTES - self._other_bytes - _QUANTIZED_BYTES
-        return free // (self.rows * STAGE_DEPTH_BYTES + 16)
-
-    @property
-    def quantizing_shared_bytes(self) -> int:
-        """Dynamic shared memory of a block of `quantizing_linear`."""
-        stages = self.quantizing_stages * (self.rows * STAGE_DEPTH_BYTES + 16)
-        return self._other_bytes + _QUANTIZED_BYTES + stages
-
-    @property
-    def _step_bytes(self) -> int:
-        return (self.rows + _TOKENS) * STAGE_DEPTH_BYTES + 16
-
-    @property
-    def _other_bytes(self) -> int:
+        steps = -(-k_bytes // STAGE_DEPTH_BYTES)
+        of_tile = -(-steps // 2) if self.pair else steps
+        is_few = m <= _FEW_TOKENS
+        x_rows = 0 if quantizes else _FEW_TOKENS if is_few else _TOKENS
+        stage_bytes = (self.rows + x_rows) * STAGE_DEPTH_BYTES + 16
         # Sums of a pair's other block, or of few tokens.
-        return 1024 + self.rows * (128 if self.pair else 32)
+        other_bytes = 1024 + self.rows * (128 if self.pair else 32)
+        if quantizes:
+            other_bytes += of_tile * _FEW_TOKENS * STAGE_DEPTH_BYTES + _ROW_SUMS_BYTES
+        limit = _FEW_SHARED_BYTES if is_few else MAX_SHARED_BYTES
+        fitting = max((limit - other_bytes) // stage_bytes, _FEWEST_STAGES)
+        stages = min(fitting, of_tile * -(-self.tiles // self.blocks))
+        return stages, max(other_bytes + stages * stage_bytes, _LEAST_SHARED_BYTES)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,6 +178,7 @@ def linear(
         name = _scaled_name(cut.rows, cut.pair, (value_type, storage), gated)
     else:
         name = _name(cut.rows, cut.pair, storage, out_type, gated)
+    stages, shared = cut.ring(m, k * values_of(x).itemsize)
     kernel("skinny_gemm", name)(
         cut.blocks,
         _THREADS,
@@ -189,7 +191,8 @@ def linear(
         m,
         n,
         k,
-        shared=cut.shared_bytes,
+        stages,
+        shared=shared,
         pdl=pdl,
     )
 
@@ -239,6 +242,7 @@ def quantizing_linear(
     rows, norm, eps = x if isinstance(x, NormedRows) else (x, 0, 0.0)
     cut = plan(n, num_multiprocessors())
     name = _quantizing_name(cut.rows, cut.pair, (value_type, storage), gated)
+    stages, shared = cut.ring(m, k, quantizes=True)
     kernel("skinny_gemm", name)(
         cut.blocks,
         _QUANTIZING_THREADS,
@@ -254,7 +258,8 @@ def quantizing_linear(
         m,
         n,
         k,
-        shared=cut.quantizing_shared_bytes,
+        stages,
+        shared=shared,
         pdl=pdl,
     )
 
@@ -290,6 +295,7 @@ def summing_linear(
             f"x is [{m}, {k}]; allowed: 1 to {MAX_QUANTIZED_TOKENS} rows; see `can_quantize`"
         )
     cut = plan(n, num_multiprocessors())
+    stages, shared = cut.ring(m, k, quantizes=True)
     kernel("skinny_gemm", _summing_name(cut.rows, cut.pair, (value_type, storage)))(
         cut.blocks,
         _QUANTIZING_THREADS,
@@ -306,32 +312,30 @@ def summing_linear(
         m,
         n,
         k,
-        shared=cut.quantizing_shared_bytes,
+        stages,
+        shared=shared,
         pdl=pdl,
     )
 
 
 def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> str:
-    stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
     kind = "skinny_gemm_pairs" if pair else "skinny_gemm"
-    return f"{kind}<{storage}, {out_type}, {rows}, {stages}, {flag}>"
+    return f"{kind}<{storage}, {out_type}, {rows}, {'true' if gated else 'false'}>"
 
 
 def _scaled_name(rows: int, pair: bool, types: tuple[str, str], gated: bool) -> str:
-    stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
     kind = "scaled_skinny_gemm_pairs" if pair else "scaled_skinny_gemm"
-    return f"{kind}<{', '.join(types)}, {rows}, {stages}, {flag}>"
+    return f"{kind}<{', '.join(types)}, {rows}, {'true' if gated else 'false'}>"
 
 
 def _quantizing_name(rows: int, pair: bool, types: tuple[str, str], gated: bool) -> str:
-    stages, flag = Plan(rows, pair, 0, 0).quantizing_stages, "true" if gated else "false"
     kind = "quantizing_skinny_gemm_pairs" if pair else "quantizing_skinny_gemm"
-    return f"{kind}<{', '.join(types)}, {rows}, {stages}, {flag}>"
+    return f"{kind}<{', '.join(types)}, {rows}, {'true' if gated else 'false'}>"
 
 
 def _summing_name(rows: int, pair: bool, types: tuple[str, str]) -> str:
     kind = "summing_skinny_gemm_pairs" if pair else "summing_skinny_gemm"
-    return f"{kind}<{', '.join(types)}, {rows}, {Plan(rows, pair, 0, 0).quantizing_stages}>"
+    return f"{kind}<{', '.join(types)}, {rows}>"
 
 
 def instantiations() -> list[Instantiation]:

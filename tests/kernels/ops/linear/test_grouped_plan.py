@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear import grouped, grouped_gemm, grouped_rows
-from inflight_kernels.ops.linear.grouped import MAX_TOKENS
+from inflight_kernels.ops.linear.grouped import MAX_STREAM_BYTES, MAX_STREAMED_TOKENS, MAX_TOKENS
 from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
+    INT4,
     KINDS,
     RECORD_COLUMNS,
     RECORD_ROWS,
@@ -57,6 +58,50 @@ def compiled(module: Any) -> set[str]:
     return {name for _, every, _ in module.instantiations() for name in every}
 
 
+# ---------------------------------------------------------------- one token or two
+
+
+@each_kind
+@each_gate
+def test_products_of_one_or_two_tokens_are_streamed(kind: GroupedKind, gated: bool) -> None:
+    with record_launches() as launched:
+        for m in range(1, MAX_STREAMED_TOKENS + 1):
+            for n, k in ((64, 128), (6144, 4096), (4096, 14336), (28672, 4096)):
+                out = empty(m, n // 2 if gated else n)
+                grouped.linear(empty(m, k), weight_of(n, k, kind), out=out, gated=gated)
+    found = names(launched, "grouped_stream")
+    assert all(name.startswith(f"grouped_stream<{kind.name}, ") for name in found)
+    assert set(found) <= compiled(grouped)
+
+
+@each_kind
+def test_a_product_that_needs_more_memory_than_every_gpu_has_is_not_streamed(
+    kind: GroupedKind,
+) -> None:
+    with record_launches() as launched:
+        grouped.linear(empty(2, 640), weight_of(262144, 640, kind), out=empty(2, 262144))
+    assert set(names(launched, "grouped_gemm")) <= compiled(grouped)
+
+
+@pytest.mark.parametrize("num_multiprocessors", GPUS)
+@pytest.mark.parametrize("stream", [grouped._STREAM, grouped._GATED_STREAM], ids=str)
+def test_a_stream_leaves_no_block_without_rows(
+    stream: grouped.Stream, num_multiprocessors: int
+) -> None:
+    for n in (16, 48, 4096, 128256):
+        blocks = stream.blocks(n, num_multiprocessors)
+        assert 1 <= blocks <= num_multiprocessors
+        assert (blocks - 1) * stream.tiles * RECORD_ROWS < n
+
+
+@pytest.mark.parametrize(("kind", "parts"), [(GroupedKind(INT4, 128, True), 2), (MXFP4, 1)])
+def test_a_stream_has_room_for_x_and_the_sums_of_all_tiles(kind: GroupedKind, parts: int) -> None:
+    """Of gate | up of an 8B Llama on a GPU with 132 multiprocessors, 7 tiles for a block."""
+    shared = grouped._GATED_STREAM.shared_bytes(2, 28672, 4096, kind, 132)
+    x_bytes, sums = 2 * 4096 * 2, 7 * 16 * 2 * parts * 32
+    assert x_bytes + 4 * sums < shared <= MAX_STREAM_BYTES
+
+
 # ---------------------------------------------------------------- few tokens
 
 
@@ -73,6 +118,7 @@ class FewTokens(NamedTuple):
     shared: int
 
 
+SEVERAL = range(MAX_STREAMED_TOKENS + 1, MAX_TOKENS + 1)
 LaunchOf = Callable[[int, int, GroupedKind, bool], FewTokens]
 
 
@@ -106,7 +152,7 @@ def test_products_of_few_tokens_have_kernels_that_fit_on_a_multiprocessor(
     launch_of: LaunchOf, kind: GroupedKind, gated: bool
 ) -> None:
     available = compiled(grouped)
-    for m in range(1, MAX_TOKENS + 1):
+    for m in SEVERAL:
         for k in WIDTHS if not gated else HIDDEN_SIZES:
             found = launch_of(m, k, kind, gated)
             assert found.name.startswith(f"grouped_gemm<{kind.name}, ")
@@ -120,7 +166,7 @@ def test_products_of_few_tokens_have_kernels_that_fit_on_a_multiprocessor(
 def test_a_tile_has_place_for_all_tokens_and_both_halves_of_a_gated_weight(
     launch_of: LaunchOf, kind: GroupedKind, gated: bool
 ) -> None:
-    for m in range(1, MAX_TOKENS + 1):
+    for m in SEVERAL:
         for k in WIDTHS:
             found = launch_of(m, k, kind, gated)
             assert m <= found.tokens and found.tokens % 8 == 0
@@ -132,7 +178,7 @@ def test_a_tile_has_place_for_all_tokens_and_both_halves_of_a_gated_weight(
 def test_all_columns_of_x_are_in_some_phase(
     launch_of: LaunchOf, kind: GroupedKind, gated: bool
 ) -> None:
-    for m in range(1, MAX_TOKENS + 1):
+    for m in SEVERAL:
         for k in WIDTHS:
             found = launch_of(m, k, kind, gated)
             # Of whole planes if there is one; of records that all warps load at a time if not.
@@ -142,7 +188,7 @@ def test_all_columns_of_x_are_in_some_phase(
 
 
 def test_x_that_fits_is_read_once(launch_of: LaunchOf) -> None:
-    assert [launch_of(m, 4096, MXFP4, False).phase for m in (1, 2, 8)] == [4096] * 3
+    assert [launch_of(m, 4096, MXFP4, False).phase for m in SEVERAL] == [4096] * 6
     assert launch_of(MAX_TOKENS, 14336, MXFP4, False).phase < 14336
 
 

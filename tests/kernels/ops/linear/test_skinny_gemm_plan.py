@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight_kernels.ops.linear import operands, skinny_gemm
-from inflight_kernels.ops.linear.skinny_gemm import MAX_TOKENS, plan
+from inflight_kernels.ops.linear.skinny_gemm import MAX_QUANTIZED_TOKENS, MAX_TOKENS, plan
 
 # Rows of weights: of models of 135M, 1B, 3B, 7B, 8B, 14B, 32B and 70B, their shards, and odd ones.
 ROWS = [
@@ -54,10 +54,35 @@ def test_the_busiest_block_of_an_8b_model_has_almost_exactly_its_share(n: int) -
 
 
 @pytest.mark.parametrize("n", ROWS)
-def test_a_multiprocessor_has_one_block_with_all_its_memory(n: int) -> None:
+@pytest.mark.parametrize("m", [1, 8, 9, MAX_TOKENS])
+@pytest.mark.parametrize("k_bytes", [1152, 4096, 8192, 28672])
+def test_a_multiprocessor_has_one_block(n: int, m: int, k_bytes: int) -> None:
     """228 KiB on Hopper, of which a block costs 1 KiB more than it asks for, and gets 227."""
     cut = plan(n, HOPPER)
-    assert cut.shared_bytes <= 227 * 1024 < 2 * (cut.shared_bytes + 1024)
+    quantizes = m <= MAX_QUANTIZED_TOKENS and k_bytes <= (16384 if cut.pair else 8192)
+    for quantizing in {False, quantizes}:
+        stages, shared = cut.ring(m, k_bytes, quantizes=quantizing)
+        assert shared <= 227 * 1024 < 2 * (shared + 1024)
+        assert stages >= min(5, -(-k_bytes // 256))
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_beside_a_block_of_few_tokens_is_room_for_one_of_attention(n: int) -> None:
+    """Of 105 KiB in total, for heads of 128 values in 16 bits."""
+    _, shared = plan(n, HOPPER).ring(1, 8192)
+    assert (shared + 1024) + 105 * 1024 <= 228 * 1024
+
+
+@pytest.mark.parametrize(("k", "steps"), [(2048, 8), (4096, 16)])
+def test_a_ring_has_no_more_stages_than_a_block_has_steps(k: int, steps: int) -> None:
+    """Of FP8, of which a pair's block has half of the columns."""
+    cut = plan(5120, HOPPER)
+    assert cut.pair
+    for m in (1, MAX_TOKENS):
+        stages, shared = cut.ring(m, k)
+        rows = cut.rows + (8 if m == 1 else MAX_TOKENS)
+        assert stages == min(steps, (shared - 1024 - cut.rows * 128) // (rows * 128 + 16))
+    assert cut.ring(1, 2048, quantizes=True)[0] == 8
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
@@ -67,7 +92,7 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert (found["WARPS"] + 1) * 32 == skinny_gemm._THREADS
     assert skinny_gemm._THREADS + found["HELPERS"] * 32 == skinny_gemm._QUANTIZING_THREADS
     assert found["TOKENS"] == skinny_gemm._TOKENS == MAX_TOKENS
-    assert found["MAX_QUANTIZED"] >= skinny_gemm.MAX_QUANTIZED_TOKENS
+    assert found["ATOM"] == skinny_gemm._FEW_TOKENS >= skinny_gemm.MAX_QUANTIZED_TOKENS
     header = (sources / "hopper_linear.cuh").read_text()
     assert f"STAGE_DEPTH = {operands.STAGE_DEPTH_BYTES} / " in header
 

@@ -1,0 +1,170 @@
+// Shared by the kernels that stream a weight in records once, for few tokens: x in shared memory,
+// and products of records with it.
+#pragma once
+
+#include "linear/grouped_planes.cuh"
+
+namespace grouped {
+
+constexpr int HALF_WARP = 16;
+
+// Sums of 16 rows and 8 tokens, in fragments.
+template <int TOKENS>
+using Sums = float[TOKENS / 8][4];
+
+// Adds the products of a record of each of TILES tiles to sums. x: addresses of this lane's rows of
+// ldmatrix.
+template <class R, int TOKENS, int TILES>
+__device__ __forceinline__ void multiply_values(const Loaded<R> (&loaded)[TILES],
+                                                const Table& table, const unsigned (&x)[TOKENS / 8],
+                                                Sums<TOKENS> (&sums)[TILES]) {
+    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / (2 * STEP); i++) {
+        unsigned b[TOKENS / 8][4];
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) ptx::load_matrices(b[j], x[j] + i * 64);
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                unsigned a[4];
+                operand<R>(codes[t][i], s, loaded[t].scales(2 * i + s), table, a);
+#pragma unroll
+                for (int j = 0; j < TOKENS / 8; j++)
+                    ptx::mma<__nv_bfloat16>(sums[t][j], a, b[j][2 * s], b[j][2 * s + 1]);
+            }
+    }
+}
+
+// The same in planes.
+template <class R, int TOKENS, int TILES>
+__device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TILES],
+                                                   const unsigned (&x)[TOKENS / 8],
+                                                   const GroupOfX* groups, int stride,
+                                                   Sums<TOKENS> (&sums)[TILES]) {
+    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
+    const auto words_of = [&](int t, int group) {
+        const unsigned* const words = loaded[t].words + group * (R::MINIMUMS ? 2 : 1);
+        return make_uint2(words[0], R::MINIMUMS ? words[R::MINIMUMS ? 1 : 0] : 0);
+    };
+    multiply_planes<R, TILES, TOKENS / 8>(codes, words_of, x, groups, stride, sums);
+}
+
+// Columns of x in shared memory, `phase` of them at a time: in bfloat16, or in planes with what
+// their groups are multiplied with. A row, or one of its planes, has 16 bytes more than its
+// columns: rows begin in different banks.
+template <class R, int TOKENS>
+struct SharedX {
+    static constexpr bool PLANES = IN_PLANES<R>;
+    static constexpr int COLUMN_BYTES = PLANES ? 1 : 2, ROWS_AT_ONCE = PLANES ? PLANE_TOKENS : 8;
+
+    GroupOfX* groups;
+    unsigned char* memory;
+    int pitch, num_groups;
+
+    __device__ __forceinline__ SharedX(unsigned char* at, int phase)
+        : groups(reinterpret_cast<GroupOfX*>(at)),
+          pitch(COLUMN_BYTES * phase + 16),
+          num_groups(PLANES ? phase / R::GROUP : 0) {
+        memory = reinterpret_cast<unsigned char*>(groups + num_groups * TOKENS);
+    }
+
+    // Of a row of x, with both planes.
+    __device__ __forceinline__ int row_bytes() const { return (PLANES ? 2 : 1) * pitch; }
+
+    // Addresses of this lane's rows of ldmatrix, at a record's columns. Of tokens that there are
+    // not, sums of the last one are computed, and not stored.
+    __device__ __forceinline__ void rows(int m, int record, unsigned (&to)[TOKENS / 8]) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) {
+            const int row = min(j * ROWS_AT_ONCE + lane % ROWS_AT_ONCE, m - 1);
+            to[j] = ptx::shared_address(memory) +
+                    (PLANES ? 2 * row + lane % 8 / PLANE_TOKENS : row) * pitch + lane / 8 * 16 +
+                    record * (COLUMN_BYTES * COLUMNS);
+        }
+    }
+
+    // Adds the products of records with these rows of x; `record` is that of their columns.
+    template <int TILES>
+    __device__ __forceinline__ void multiply(const Loaded<R> (&loaded)[TILES], const Table& table,
+                                             const unsigned (&rows)[TOKENS / 8], int record,
+                                             Sums<TOKENS> (&sums)[TILES]) const {
+        if constexpr (PLANES)
+            multiply_in_planes<R, TOKENS, TILES>(loaded, rows, groups + record * (R::GROUPS * 8),
+                                                 num_groups * 8, sums);
+        else
+            multiply_values<R, TOKENS, TILES>(loaded, table, rows, sums);
+    }
+
+    // Columns `begin` to `end` of x [m, k], whose rows are `stride` values apart. Called by all
+    // threads of a block, which then may read them.
+    template <int THREADS>
+    __device__ __forceinline__ void load(const __nv_bfloat16* x, int stride, int m, int k,
+                                         int begin, int end) const {
+        const int lane = threadIdx.x % 32;
+        if constexpr (PLANES) {
+            const int of_row = (end - begin + PLANE_COLUMNS - 1) / PLANE_COLUMNS * HALF_WARP;
+            for (int from = threadIdx.x; from - lane < m * of_row; from += THREADS) {
+                // Half of a warp may have nothing left, and does the same as the other half.
+                const int unit = from < m * of_row ? from : from - HALF_WARP;
+                const int row = unit / of_row, place = unit % of_row * LANE_COLUMNS;
+                const __nv_bfloat16* const source =
+                    x + static_cast<long long>(row) * stride + begin + place;
+                float values[LANE_COLUMNS];
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    unpack<__nv_bfloat16>(begin + place + 8 * half < k
+                                              ? load_vector(source + 8 * half)
+                                              : make_uint4(0, 0, 0, 0),
+                                          *reinterpret_cast<float(*)[8]>(values + 8 * half));
+                const int group = place / PLANE_COLUMNS * (PLANE_COLUMNS / R::GROUP);
+                convert<R>(
+                    values, memory + 2 * row * pitch + place, pitch,
+                    groups + (row / PLANE_TOKENS * num_groups + group) * 8 + row % PLANE_TOKENS);
+            }
+        } else {
+            const int vectors = (end - begin) / 8;
+            for (int row = 0; row < m; row++)
+                for (int i = threadIdx.x; i < vectors; i += THREADS) {
+                    const int column = begin + 8 * i;
+                    ptx::copy_async(ptx::shared_address(memory) + row * pitch + 16 * i,
+                                    x + static_cast<long long>(row) * stride + min(column, k - 8),
+                                    column < k);
+                }
+            ptx::commit_copies();
+            ptx::wait_copies<0>();
+        }
+        __syncthreads();
+    }
+};
+
+// What follows the product: + bias; if gated, silu(gate) * up; + residual. Both may be null.
+struct Epilogue {
+    const __nv_bfloat16* bias;
+    const __nv_bfloat16* residual;
+    void* out;
+    int width;  // of out
+    bool gated, wide;
+
+    // sum_of(i): of the weight's row of this column of out, then of that of up.
+    template <class SumOf>
+    __device__ __forceinline__ void store(int row, int column, const SumOf& sum_of) const {
+        const auto with_bias = [&](int part) {
+            const float sum = sum_of(part);
+            return bias ? sum + static_cast<float>(bias[column + part * width]) : sum;
+        };
+        float value = with_bias(0);
+        if (gated) value = value / (1.0f + __expf(-value)) * with_bias(1);
+        const long long place = static_cast<long long>(row) * width + column;
+        if (residual) value += static_cast<float>(residual[place]);
+        store_sum(out, place, value, wide);
+    }
+};
+
+}  // namespace grouped
