@@ -6,6 +6,7 @@ With batch_invariant, so that a token has the same bits alone and among drafts.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from device_drafting import (
     Rig,
 )
 from inflight.checkpoint.locate import Checkpoint
+from inflight.execution.cuda_runner import CudaRunner
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
 from inflight.models.registry import read_spec
+from returning_chats import NUM_CHATS, NUM_TURNS, chat
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +104,31 @@ def test_model_and_drafter_share_the_card(rig: Rig) -> None:
         assert costs is not None and 0.0 < costs.draft_seconds < 0.1
         del engine
         torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {"method": "self", "num_layers": 2},
+        {"method": "draft_model"},
+        {"method": "eagle3"},
+        {"method": "ngram"},
+    ],
+    ids=lambda drafter: drafter["method"],
+)
+def test_blocks_of_drafts_come_back_from_host_memory(
+    rig: Rig, drafter: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Models as small as these compute tokens sooner than they load them.
+    monkeypatch.setattr(CudaRunner, "_measure_loads", lambda self, config: None)
+    caching = {"enable_prefix_caching": True}
+    plain = rig.make_engine(num_blocks=600, **caching)
+    expected = chat(plain, poisons=False, prompt_tokens=100)
+    engine = rig.make_engine(drafter, num_blocks=120, kv_host_memory_bytes=256 << 20, **caching)
+    assert chat(engine, poisons=True, prompt_tokens=100) == expected
+    host = engine.scheduler.host_cache
+    assert host is not None
+    assert host.num_loaded >= NUM_CHATS * (NUM_TURNS - 1)
 
 
 def test_the_head_s_dimension_needs_a_kernel(rig: Rig, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from inflight.engine.engine import Engine, generate
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.kv.tiers.host_blocks import block_parts
 from inflight.kv.tiers.host_transfers import HostTransfers
-from returning_chats import NUM_CHATS, NUM_TURNS, chat, turn
+from returning_chats import NUM_CHATS, NUM_TURNS, chat, end_storing, turn
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +80,54 @@ def test_preempted_requests_give_the_same_tokens(tmp_path: Path, name: str) -> N
     host = engine.scheduler.host_cache
     assert host is not None
     assert host.num_stored > 10
+
+
+@pytest.mark.parametrize("name", ["5 of 6 layers", LATENT])
+def test_beams_load_their_prompt(tmp_path: Path, name: str) -> None:
+    checkpoint = model(tmp_path, name)
+    expected = chat(
+        make_engine(checkpoint, num_blocks=600), poisons=False, prompt_tokens=100, beam_width=2
+    )
+    engine = make_engine(checkpoint, num_blocks=120, kv_host_memory_bytes=HOST_BYTES)
+    assert chat(engine, poisons=True, prompt_tokens=100, beam_width=2) == expected
+    host = engine.scheduler.host_cache
+    assert host is not None
+    assert host.num_loaded > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("5 of 6 layers", "auto"), ("all layers", "fp8"), (LATENT, "auto")]
+)
+def test_a_later_engine_reads_what_earlier_ones_wrote_to_disk(
+    tmp_path: Path, name: str, kv_dtype: str
+) -> None:
+    """Each turn is computed by an engine of its own; it is idle when it copies the last blocks."""
+    (folder := tmp_path / "model").mkdir()
+    checkpoint = model(folder, name)
+    plain = make_engine(checkpoint, kv_cache_dtype=kv_dtype, num_blocks=600)
+    expected = chat(plain, poisons=False, prompt_tokens=100)
+    on_disk = {
+        "kv_cache_dtype": kv_dtype,
+        "num_blocks": 120,
+        "kv_host_memory_bytes": HOST_BYTES,
+        "kv_disk_dir": str(tmp_path / "disk"),
+        "kv_disk_bytes": HOST_BYTES,
+    }
+    num_read = 0
+
+    def restarted(engine: Engine) -> Engine:
+        nonlocal num_read
+        end_storing(engine)
+        host = engine.scheduler.host_cache
+        assert host is not None
+        assert host.disk is not None
+        num_read += host.disk.num_read
+        host.disk.close()
+        return make_engine(checkpoint, **on_disk)
+
+    first = make_engine(checkpoint, **on_disk)
+    assert chat(first, poisons=False, between=restarted, prompt_tokens=100) == expected
+    assert num_read >= NUM_CHATS * (NUM_TURNS - 1)
 
 
 def _filled(*shape: int) -> Tensor:
