@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,19 @@ _OUTLIER = 4.0
 # Typical magnitudes, which make sums of squares comparable. What two coefficients explain equally
 # well goes to the one with the smaller scale: to the base rather than to prompts beside decodes.
 _SCALES = np.array([1.0, 64.0, 4.0, 512.0, 512.0 * 8192.0])
+
+
+class _Due(NamedTuple):
+    """Work of prompts that is to be done within some time.
+
+    Attributes:
+        num_tokens, num_pairs: prompt tokens and pairs.
+        seconds: from now on.
+    """
+
+    num_tokens: int
+    num_pairs: float
+    seconds: float
 
 
 StepSize = tuple[float, float, float, float, float]
@@ -164,26 +178,25 @@ class PrefillBudget:
         return max(FEWEST_TOKENS, int(found) // FEWEST_TOKENS * FEWEST_TOKENS)
 
     def _tokens_by(
-        self, times: StepTimes, num_decodes: int, context: int, due: list[tuple[int, float, float]]
+        self, times: StepTimes, num_decodes: int, context: int, due: list[_Due]
     ) -> float:
-        """Prompt tokens that fit by one of the models; due: see `_due`."""
+        """Prompt tokens that fit by one of the models."""
         base, decode, mixed, token, pair = times.coefficients()
         alone = base + decode * num_decodes + mixed
         room = self._target_s - alone
         if self._ttft_target_s is not None:
             in_time = GENTLE * (alone - mixed) - mixed
-            for num_tokens, num_pairs, seconds in due:
-                work = token * num_tokens + pair * num_pairs
-                in_time = max(in_time, _in_time(work, seconds, alone))
+            for one in due:
+                work = token * one.num_tokens + pair * one.num_pairs
+                in_time = max(in_time, _in_time(work, one.seconds, alone))
             room = min(room, in_time)
         return _fitting(room, token + pair * context, pair)
 
     def _due(
         self, prompts: Iterable[Sequence], num_waiting: int, num_waiting_tokens: int, now: float
-    ) -> Iterator[tuple[int, float, float]]:
-        """How many prompt tokens and pairs are to be computed within how many seconds, for each
-        prompt with those before it, and for the queue behind them, most of which has just
-        arrived."""
+    ) -> Iterator[_Due]:
+        """The work of each prompt with those before it, and of the queue behind them, most of which
+        has just arrived. Nothing without a target TTFT."""
         target = self._ttft_target_s
         if target is None:
             return
@@ -192,11 +205,12 @@ class PrefillBudget:
             length = prompt.num_uncomputed
             num_tokens += length
             num_pairs += length * (prompt.num_computed + length / 2)
-            yield num_tokens, num_pairs, prompt.group.queued_at + _PLANNED * target - now
+            seconds = prompt.group.queued_at + _PLANNED * target - now
+            yield _Due(num_tokens, num_pairs, seconds)
         if num_waiting:
             # As if they were of the same length.
             num_pairs += num_waiting_tokens * num_waiting_tokens / num_waiting / 2
-            yield num_tokens + num_waiting_tokens, num_pairs, _PLANNED * target
+            yield _Due(num_tokens + num_waiting_tokens, num_pairs, _PLANNED * target)
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from a step that has been computed."""
