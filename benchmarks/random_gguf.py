@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
+import requantized
+
 MODEL = Path(__file__).parent / "models/llama-3.1-8b"
 
 # Random bytes, of which each matrix takes some from a place of its own.
@@ -107,12 +109,7 @@ def write(target: Path, config: dict[str, Any], blocks: Blocks) -> None:
         add(name("ffn_down"), hidden, inner, more)
         add_norm(name("attn_norm"))
         add_norm(name("ffn_norm"))
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    requantized.save(writer)
 
 
 def main() -> None:

@@ -34,6 +34,11 @@ def write(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
             writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    save(writer)
+
+
+def save(writer: gguf.GGUFWriter) -> None:
+    """Write all that was added, and close the file."""
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -17,7 +17,7 @@ from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.execution.factory import build
-from returning_chats import NUM_CHATS, NUM_TURNS, chat, end_storing, turn
+from returning_chats import NUM_CHATS, NUM_TURNS, Restarts, chat, end_storing, turn
 from thinned import thinned
 
 BLOCK_SIZE = 4
@@ -168,21 +168,10 @@ def test_a_later_engine_reads_what_earlier_ones_wrote_to_disk(
     plain = {"kv_host_memory_bytes": None, "enable_prefix_caching": False}
     expected = chat(make_engine(checkpoint, kv_dtype, **plain), poisons=False)
     on_disk = {"kv_disk_dir": str(tmp_path), "kv_disk_bytes": HOST_BYTES}
-    num_read = 0
-
-    def restarted(engine: Engine) -> Engine:
-        nonlocal num_read
-        end_storing(engine)
-        host = engine.scheduler.host_cache
-        assert host is not None
-        assert host.disk is not None
-        num_read += host.disk.num_read
-        host.disk.close()
-        return make_engine(checkpoint, kv_dtype, **on_disk)
-
+    restarts = Restarts(lambda: make_engine(checkpoint, kv_dtype, **on_disk))
     first = make_engine(checkpoint, kv_dtype, **on_disk)
-    assert chat(first, poisons=False, between=restarted) == expected
-    assert num_read >= NUM_CHATS * (NUM_TURNS - 1)
+    assert chat(first, poisons=False, between=restarts) == expected
+    assert restarts.num_read >= NUM_CHATS * (NUM_TURNS - 1)
 
 
 def test_blocks_of_another_model_are_not_read(

@@ -19,7 +19,7 @@ from inflight.engine.engine import Engine, generate
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.kv.tiers.host_blocks import block_parts
 from inflight.kv.tiers.host_transfers import HostTransfers
-from returning_chats import NUM_CHATS, NUM_TURNS, chat, end_storing, turn
+from returning_chats import NUM_CHATS, NUM_TURNS, Restarts, chat, turn
 
 pytestmark = pytest.mark.gpu
 
@@ -113,21 +113,10 @@ def test_a_later_engine_reads_what_earlier_ones_wrote_to_disk(
         "kv_disk_dir": str(tmp_path / "disk"),
         "kv_disk_bytes": HOST_BYTES,
     }
-    num_read = 0
-
-    def restarted(engine: Engine) -> Engine:
-        nonlocal num_read
-        end_storing(engine)
-        host = engine.scheduler.host_cache
-        assert host is not None
-        assert host.disk is not None
-        num_read += host.disk.num_read
-        host.disk.close()
-        return make_engine(checkpoint, **on_disk)
-
+    restarts = Restarts(lambda: make_engine(checkpoint, **on_disk))
     first = make_engine(checkpoint, **on_disk)
-    assert chat(first, poisons=False, between=restarted, prompt_tokens=100) == expected
-    assert num_read >= NUM_CHATS * (NUM_TURNS - 1)
+    assert chat(first, poisons=False, between=restarts, prompt_tokens=100) == expected
+    assert restarts.num_read >= NUM_CHATS * (NUM_TURNS - 1)
 
 
 def _filled(*shape: int) -> Tensor:

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             rows[0] += WARPS * of_x.COLUMN_BYTES * COLUMNS;
             chunk += WARPS;
             if (chunk < chunks) continue;
-                // This was the warp's last record of a tile.
+            // This was the warp's last record of a tile.
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll

@@ -87,7 +87,7 @@ class Plan:
         More than half of the memory of a multiprocessor, so that it has one block, even of a kernel
         launched before the preceding one has ended: with room for two, some multiprocessors got
         both and others none. With few tokens not all of it, so that blocks of attention or of a
-        router, which precede and follow it, run beside it, and no longer than a block has stages.
+        router, the kernels before and after, run beside it. No more stages than a block has steps.
 
         Args:
             m: tokens.
