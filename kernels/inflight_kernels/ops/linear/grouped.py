@@ -28,6 +28,10 @@ from inflight_kernels.runtime.launch import check, kernel, num_multiprocessors
 
 MAX_TOKENS = 8
 
+# Of a block. They share x in shared memory and the columns of a tile.
+_WARPS = 16
+_THREADS = 32 * _WARPS
+
 _DEQUANTIZING_WARPS = 8
 _DEQUANTIZED_PITCH = 2 * RECORD_COLUMNS + 16
 
@@ -38,6 +42,15 @@ _PLANE_COLUMNS = 256
 _MAX_X_BYTES = 72 * 1024
 
 
+def _whole_planes(k: int) -> int:
+    """Columns of x in shared memory if it has all of them."""
+    return -(-k // _PLANE_COLUMNS) * _PLANE_COLUMNS
+
+
+def _x_pitch(columns: int) -> int:
+    return 2 * columns + 32
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What a block computes, and how.
@@ -45,41 +58,35 @@ class Tile:
     Attributes:
         tokens: of x, padding included; in planes each counts twice.
         tiles: of RECORD_ROWS rows of the weight; half of them gate and half up if gated.
-        warps: which share the columns.
         depth: records of each tile that a warp loads ahead.
     """
 
     tokens: int
     tiles: int
-    warps: int = 16
     depth: int = 2
 
     def phase(self, m: int, k: int) -> int:
         """Columns of x that are in shared memory at once."""
-        whole = -(-k // _PLANE_COLUMNS) * _PLANE_COLUMNS
-        if m * self._x_pitch(whole) <= _MAX_X_BYTES:
+        whole = _whole_planes(k)
+        if m * _x_pitch(whole) <= _MAX_X_BYTES:
             return whole
-        unit = RECORD_COLUMNS * self.warps * self.depth
+        unit = RECORD_COLUMNS * _WARPS * self.depth
         return max(_MAX_X_BYTES // (2 * m) // unit, 1) * unit
 
     def shared_bytes(self, m: int, k: int, kind: GroupedKind) -> int:
         """Dynamic shared memory of a block for m tokens."""
         phase = self.phase(m, k)
-        sums = 4 * self.warps * self.tokens * (self.tiles * RECORD_ROWS + 4)
+        sums = 4 * _WARPS * self.tokens * (self.tiles * RECORD_ROWS + 4)
         groups = phase // kind.group * self.tokens * 8 if kind.in_planes else 0
-        return 2 * sums + m * self._x_pitch(phase) + groups
+        return 2 * sums + m * _x_pitch(phase) + groups
 
     def blocks(self, n: int, num_multiprocessors: int) -> int:
         """To launch for a weight with n rows."""
         tiles = -(-n // (self.tiles * RECORD_ROWS))
         return min(tiles, num_multiprocessors)
 
-    @staticmethod
-    def _x_pitch(columns: int) -> int:
-        return 2 * columns + 32
 
-
-# Tiles that the kernel is compiled for. Many warps share x in shared memory.
+# Tiles that the kernel is compiled for.
 _FEW_TOKENS = Tile(8, 1)
 _GATED = Tile(8, 2)
 # Of kinds in planes alone.
@@ -115,12 +122,10 @@ class Stream:
     Attributes:
         tiles: of RECORD_ROWS rows of the weight; half of them gate and half up if gated.
         depth: records of each tile that a warp loads ahead.
-        warps: which take records by turns.
     """
 
     tiles: int
     depth: int
-    warps: int = 16
 
     def blocks(self, n: int, num_multiprocessors: int) -> int:
         """To launch for a weight with n rows."""
@@ -130,11 +135,11 @@ class Stream:
         self, m: int, n: int, k: int, kind: GroupedKind, num_multiprocessors: int
     ) -> int:
         """Dynamic shared memory of a block for m tokens, which must be at most MAX_STREAM_BYTES."""
-        columns = -(-k // _PLANE_COLUMNS) * _PLANE_COLUMNS
+        columns = _whole_planes(k)
         parts, groups = (2, columns // kind.group) if kind.in_planes else (1, 0)
         most = -(-self._tiles_of(n) // self.blocks(n, num_multiprocessors))
-        sums = most * self.warps * m * parts * (self.tiles * RECORD_ROWS + 4)
-        return m * (2 * columns + 32) + 64 * groups + 4 * sums
+        sums = most * _WARPS * m * parts * (self.tiles * RECORD_ROWS + 4)
+        return m * _x_pitch(columns) + 64 * groups + 4 * sums
 
     def _tiles_of(self, n: int) -> int:
         return -(-n // (self.tiles * RECORD_ROWS))
@@ -218,13 +223,13 @@ def _launch_of(m: int, n: int, k: int, kind: GroupedKind, gated: bool) -> _Launc
         shared_bytes = stream.shared_bytes(m, n, k, kind, multiprocessors)
         if shared_bytes <= MAX_STREAM_BYTES:
             name, blocks = _stream_name(kind, stream), stream.blocks(n, multiprocessors)
-            return _Launch("grouped_stream", name, blocks, 32 * stream.warps, (), shared_bytes)
+            return _Launch("grouped_stream", name, blocks, _THREADS, (), shared_bytes)
     tile = plan(m, k, gated, kind.in_planes)
     return _Launch(
         "grouped_gemm",
         _name(kind, tile),
         tile.blocks(n, multiprocessors),
-        32 * tile.warps,
+        _THREADS,
         (tile.phase(m, k),),
         tile.shared_bytes(m, k, kind),
     )
@@ -262,11 +267,11 @@ def dequantize(weight: GroupedRows, *, out: Tensor) -> None:
 
 
 def _name(kind: GroupedKind, tile: Tile) -> str:
-    return f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {tile.warps}, {tile.depth}>"
+    return f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {_WARPS}, {tile.depth}>"
 
 
 def _stream_name(kind: GroupedKind, stream: Stream) -> str:
-    return f"grouped_stream<{kind.name}, {stream.tiles}, {stream.warps}, {stream.depth}>"
+    return f"grouped_stream<{kind.name}, {stream.tiles}, {_WARPS}, {stream.depth}>"
 
 
 def _dequantizing_name(kind: GroupedKind) -> str:

@@ -81,6 +81,11 @@ class Plan:
     tiles: int
     blocks: int
 
+    def steps(self, k_bytes: int) -> int:
+        """Of a block for a tile; a block of a pair has half of the columns."""
+        steps = -(-k_bytes // STAGE_DEPTH_BYTES)
+        return -(-steps // 2) if self.pair else steps
+
     def ring(self, m: int, k_bytes: int, *, quantizes: bool = False) -> tuple[int, int]:
         """(pipeline stages, dynamic shared memory in bytes) of a block.
 
@@ -94,8 +99,7 @@ class Plan:
             k_bytes: of a row of x, as it is multiplied.
             quantizes: whether the block quantises x, which then is in memory of its own.
         """
-        steps = -(-k_bytes // STAGE_DEPTH_BYTES)
-        of_tile = -(-steps // 2) if self.pair else steps
+        of_tile = self.steps(k_bytes)
         is_few = m <= _FEW_TOKENS
         x_rows = 0 if quantizes else _FEW_TOKENS if is_few else _TOKENS
         stage_bytes = (self.rows + x_rows) * STAGE_DEPTH_BYTES + 16
@@ -201,8 +205,7 @@ def can_quantize(m: int, n: int, k: int) -> bool:
     """Whether `quantizing_linear` supports a product of this shape, on this device."""
     if not 1 <= m <= MAX_QUANTIZED_TOKENS or k % 16 or not is_hopper():
         return False
-    steps = -(-k // STAGE_DEPTH_BYTES)
-    return (-(-steps // 2) if plan(n, num_multiprocessors()).pair else steps) <= _QUANTIZED_STEPS
+    return plan(n, num_multiprocessors()).steps(k) <= _QUANTIZED_STEPS
 
 
 def quantizing_linear(
