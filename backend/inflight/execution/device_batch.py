@@ -241,7 +241,7 @@ class DeviceBatch:
             else:  # a separate, synchronous copy
                 views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
         pinned = self._pinned[self._ring_index]
-        self.step.buffer[:end].copy_(pinned[:end], non_blocking=True)
+        batch_state.upload(pinned[:end], self.step.buffer[:end], pdl=True)
         places, blocks, slots, row_params, bias_ids, biases, history_places, history = views[:8]
         ban_rows, ban_ids = views[8:]
         batch_state.write_tables(places, blocks, self.state.all_tables)

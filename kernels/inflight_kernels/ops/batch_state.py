@@ -206,6 +206,33 @@ class BatchState:
         )
 
 
+def upload(source: Tensor, step: Tensor, *, pdl: bool = False) -> None:
+    """source -> step, read from host memory by a kernel: a copy of so little by the copy engine
+    takes longer, as the kernels before and after it wait for that engine.
+
+    Args:
+        source: [m] int32 in pinned host memory. The host must not write it before the kernel ends.
+        step: [m] int32.
+        pdl: see `Kernel`; the source is read during the preceding kernel.
+
+    Raises:
+        ValueError: wrong shape or type of an operand, or `source` is not in host memory.
+    """
+    (count,) = source.shape
+    if source.dtype != torch.int32 or not source.is_contiguous() or not source.is_cpu:
+        raise ValueError("source must be int32, contiguous and in host memory")
+    check("step", step, (count,), torch.int32, vectors=False)
+    if count:
+        kernel("batch_state", "upload")(
+            -(-count // _MAX_THREADS),
+            _MAX_THREADS,
+            Int64(source.data_ptr()),
+            count,
+            step,
+            pdl=pdl,
+        )
+
+
 def write_tables(places: Tensor, blocks: Tensor, tables: Tensor, *, pdl: bool = False) -> None:
     """tables.view(-1)[places] = blocks.
 
@@ -375,7 +402,7 @@ def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = Fals
     )
 
 
-_NAMES = ("begin_step", "end_step", "write_tables", "write_row_params")
+_NAMES = ("upload", "begin_step", "end_step", "write_tables", "write_row_params")
 
 
 def instantiations() -> list[Instantiation]:

@@ -49,6 +49,9 @@ WIDE = (KVTable(), KVTable(window=20, tile_tokens=2))
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_kernels() -> Iterator[None]:
+    def upload(source, step, *, pdl):
+        step.copy_(source)
+
     def write_tables(places, blocks, tables):
         tables.view(-1)[places.long()] = blocks
 
@@ -59,6 +62,7 @@ def _no_kernels() -> Iterator[None]:
         cache[targets.long()] = cache[sources.long()].clone()
 
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(device_batch.batch_state, "upload", upload)
         patched.setattr(device_batch.batch_state, "write_tables", write_tables)
         patched.setattr(device_batch.batch_state, "write_row_params", write_row_params)
         patched.setattr(device_batch.cache, "copy_blocks", copy_blocks)

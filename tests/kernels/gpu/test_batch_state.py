@@ -17,6 +17,7 @@ from inflight_kernels.ops.batch_state import (
     StepLayout,
     begin_step,
     end_step,
+    upload,
     write_row_params,
     write_tables,
 )
@@ -351,3 +352,23 @@ def test_diffs_reach_their_places(count: int) -> None:
     wanted[slots.long()] = news
     write_row_params(slots, news, state.row_params)
     assert torch.equal(state.row_params, wanted)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("count", [1, 255, 2304, 300_000])
+def test_a_step_is_uploaded_from_host_memory(count: int, pdl: bool) -> None:
+    """Also where the host has written it anew since the last upload from the same place."""
+    source = torch.empty(count + 1, dtype=torch.int32).pin_memory()[1:]
+    step = torch.full((count + 1,), POISON, dtype=torch.int32, device="cuda")
+    for turn in range(50):
+        source.copy_(torch.arange(count) * (turn + 1))
+        upload(source, step[:count], pdl=pdl)
+        assert torch.equal(step[:count].cpu(), source)
+        assert step[count] == POISON
+
+
+def test_only_host_memory_is_uploaded() -> None:
+    step = torch.zeros(4, dtype=torch.int32, device="cuda")
+    for source in (step.clone(), torch.zeros(4), torch.zeros(8, dtype=torch.int32)[::2]):
+        with pytest.raises(ValueError, match="source must be int32"):
+            upload(source, step)

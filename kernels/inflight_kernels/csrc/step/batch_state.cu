@@ -9,6 +9,17 @@ constexpr int NUM_CHUNKS = 0, RING_INDEX = 1, NUM_TOKENS = 2, NUM_ROWS = 3;
 constexpr int OK = 0;  // a status
 constexpr int RESULT_ROWS = 5, NOT_DRAFTED = -1;
 
+// Copies a step's n words from pinned host memory. Its values are read before the wait: only the
+// host writes there, before this launch. A line of them may be cached from an earlier step, so each
+// load goes to the host's memory.
+extern "C" __global__ void upload(const int* from, int n, int* to) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int word = i < n ? *reinterpret_cast<const volatile int*>(from + i) : 0;
+    pdl_wait();
+    pdl_launch_dependents();
+    if (i < n) to[i] = word;
+}
+
 // Writes table entries: tables[places[i]] = blocks[i].
 extern "C" __global__ void write_tables(const int* places, const int* blocks, int n, int* tables) {
     pdl_wait();
