@@ -47,6 +47,7 @@ from inflight_kernels.ops.attention_operands import (
     PlannedStep,
     current_gpu,
     heads_of,
+    longest_of,
 )
 from inflight_kernels.ops.rope import PagedKV, RopeInputs, check_rows, norm_arguments
 from inflight_kernels.runtime.compile import Instantiation
@@ -65,6 +66,9 @@ from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 _PLAN_THREADS = 1024
+# Of a step of one chunk; and shares for each of its units, so that it takes that kernel.
+_PLAN_SINGLE_THREADS = 256
+_SINGLE_SHARES = 16
 _NO_WINDOW = 1 << 30
 _DEQUANTIZE_THREADS = 256
 # Of a multiprocessor; with the other dimensions of the grid, two waves.
@@ -137,12 +141,32 @@ def plan_part(
         window, batch_invariant: see `AttentionParams`.
         pdl: see `Kernel`.
     """
+    if _is_single(step, part, heads, batch_invariant):
+        query_start, seq_lens, _, *others, _ = _plan_arguments(step, part, heads, window)
+        kernel("attention_plan", "plan_single")(
+            1, _PLAN_SINGLE_THREADS, query_start, seq_lens, *others, pdl=pdl
+        )
+        return
     kernel("attention_plan", "plan")(
         1,
         _PLAN_THREADS,
         *_plan_arguments(step, part, heads, window),
         batch_invariant,
         pdl=pdl,
+    )
+
+
+def _is_single(
+    step: PlannedStep, part: Part, heads: tuple[int, int], batch_invariant: bool
+) -> bool:
+    """Whether a part is of one unit's rows, and is always cut into pieces."""
+    group, units = heads
+    return (
+        len(step.seq_lens) == 1
+        and not batch_invariant
+        and not isinstance(part.shape, HopperShape)
+        and longest_of(step) * group <= part.shape.rows
+        and units * _SINGLE_SHARES <= part.num_shares
     )
 
 
@@ -338,7 +362,8 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     if head_dim in HEADS_HEAD_DIMS:
         shapes_of_any += [HeadsShape(head_dim, cached) for cached in cached_types]
     storage = _STORAGE_TYPES[dtype]
-    found = [("attention_plan", name) for name in ("plan", "plan_cascade", "plan_dequantization")]
+    plans = ("plan", "plan_single", "plan_cascade", "plan_dequantization")
+    found = [("attention_plan", name) for name in plans]
     if head_dim in HOPPER_HEAD_DIMS:
         shapes_of_any.append(HopperShape(head_dim))
         byte_types = BYTE_TYPES if dtype == torch.bfloat16 else ()

@@ -17,10 +17,10 @@ from attention_steps import (
     make_step,
     with_sinks,
 )
-from inflight_kernels.ops import attention_operands
+from inflight_kernels.ops import attention, attention_operands
 from inflight_kernels.ops.attention import attend, plan
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
-from inflight_kernels.ops.attention_operands import AttentionParams
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
@@ -131,6 +131,40 @@ def test_a_plan_is_valid_for_all_layers_and_resets_the_workspace(step):
     expected = made.definition()
     for _ in range(5):
         assert error(made.run(workspace, planned=True), expected) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("kv_len", [1, 130, 700, 4096, 100_000])
+@pytest.mark.parametrize(
+    ("q_len", "heads"), [(1, (32, 8)), (1, (9, 3)), (1, (64, 8)), (5, (32, 4))]
+)
+def test_a_single_chunk_is_planned_as_one_of_many(monkeypatch, q_len, heads, kv_len, window):
+    """By a smaller kernel, with the same items, shares and arrivals."""
+    starts, lens = (
+        torch.tensor(values, dtype=torch.int32, device="cuda")
+        for values in ([0, q_len], [max(kv_len, q_len)])
+    )
+    tables = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    spec = AttentionParams(*heads, 128, scale=1.0, window=window)
+
+    def planned() -> list[list[int]]:
+        size = attention.workspace_size(1, q_len, *heads, 128, q_len)
+        workspace = torch.full((size,), 0x55, dtype=torch.uint8, device="cuda")
+        metadata = AttentionMetadata(spec, starts, lens, tables, q_len, workspace, q_len)
+        plan(metadata)
+        (part,) = metadata.parts
+        places = [(part.arrivals, 16 * part.num_shares), (part.shares, 64 * part.num_shares)]
+        places += [(part.first_item, 8), (part.items, 32)]
+        return [workspace[first : first + size].tolist() for first, size in places]
+
+    used, single = [], attention._is_single
+    monkeypatch.setattr(
+        attention, "_is_single", lambda *step: used.append(single(*step)) or used[-1]
+    )
+    found = planned()
+    monkeypatch.setattr(attention, "_is_single", lambda *step: False)
+    assert found == planned()
+    assert used == [True]
 
 
 @pytest.mark.parametrize("step", ["decode, ragged", "one chunk", "long prefill", "mixed"])

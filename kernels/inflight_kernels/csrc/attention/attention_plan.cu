@@ -52,6 +52,44 @@ __device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt&
     }
 }
 
+// An item: rows of a chunk from first_row on, which has tokens `begin` to `end` of the step.
+__device__ __forceinline__ Item item_of_rows(int sequence, int first_row, int begin, int end,
+                                             int kv_len, int group, int unit_rows, int unit_keys,
+                                             int window) {
+    Item item;
+    item.first_tile = 0;
+    item.sequence = sequence;
+    item.query_start = begin;
+    item.query_len = end - begin;
+    item.kv_len = kv_len;
+    item.first_row = first_row;
+    const int last_row = min(first_row + unit_rows, item.query_len * group) - 1;
+    const int history = kv_len - item.query_len;
+    const int lowest = history + first_row / group;
+    const int highest = history + last_row / group;
+    item.kv_begin = max(0, lowest - window + 1) / unit_keys;
+    // A row without keys still has a tile, because it must be written.
+    item.kv_tiles = max(1, highest / unit_keys + 1 - item.kv_begin);
+    return item;
+}
+
+// A share that is a piece of `piece` tiles; `index` counts the pieces of the item's units.
+__device__ __forceinline__ Share share_of_piece(const Item& item, int k, int index, int piece,
+                                                int num_tiles, int prefix_pieces) {
+    const int pieces = (item.kv_tiles + piece - 1) / piece;
+    const int head = index / pieces, from = index % pieces * piece;
+    const int unit = item.first_tile + head * item.kv_tiles;
+    return {unit + from,
+            unit + min(item.kv_tiles, from + piece),
+            k,
+            num_tiles,
+            from / piece,
+            pieces,
+            prefix_pieces,
+            0,
+            item};
+}
+
 // Cost of a split to a block, in tiles: partial sums that go through memory.
 constexpr int CUT_TILES = 6;
 // The same if blocks have so little work that a tile takes as long as its arithmetic.
@@ -140,25 +178,17 @@ __device__ __forceinline__ void plan_step(const int* query_start, const int* seq
     __syncthreads();
 
     const auto item_at = [&](int k) {
-        Item item;
-        item.first_tile = 0;
         // Chunks without items have the same offset as the next one: the last of them has items.
-        item.sequence = last_at_most(
-            k, n, [&](int i) { return few_chunks ? begins[i] : first_item[i]; });
-        item.query_start = query_start[item.sequence];
-        item.query_len = query_start[item.sequence + 1] - item.query_start;
-        item.kv_len = seq_lens[item.sequence];
-        item.first_row = (k - first_item[item.sequence]) * unit_rows;
-        const int last_row = min(item.first_row + unit_rows, item.query_len * group) - 1;
-        const int history = item.kv_len - item.query_len;
-        const int lowest = history + item.first_row / group;
-        const int highest = history + last_row / group;
-        item.kv_begin = max(0, lowest - window + 1) / unit_keys;
-        if (CASCADES && item.sequence < PLAN_THREADS)
-            item.kv_begin =
-                max(item.kv_begin, prefix_tiles[item.sequence] * PREFIX_KEYS / unit_keys);
-        // A row without keys still has a tile, because it must be written.
-        item.kv_tiles = max(1, highest / unit_keys + 1 - item.kv_begin);
+        const int chunk =
+            last_at_most(k, n, [&](int i) { return few_chunks ? begins[i] : first_item[i]; });
+        Item item = item_of_rows(chunk, (k - first_item[chunk]) * unit_rows, query_start[chunk],
+                                 query_start[chunk + 1], seq_lens[chunk], group, unit_rows,
+                                 unit_keys, window);
+        if (CASCADES && chunk < PLAN_THREADS) {
+            const int end = item.kv_begin + item.kv_tiles;
+            item.kv_begin = max(item.kv_begin, prefix_tiles[chunk] * PREFIX_KEYS / unit_keys);
+            item.kv_tiles = max(1, end - item.kv_begin);
+        }
         return item;
     };
     if (queue == nullptr) {
@@ -243,20 +273,8 @@ __device__ __forceinline__ void plan_step(const int* query_start, const int* seq
                     shares[share] = no_share;
                     if (share >= total) continue;
                     const int k = item_of(share);
-                    const Item& item = items[k];
-                    const int own_pieces = (item.kv_tiles + piece - 1) / piece;
-                    const int head = (share - begins[k]) / own_pieces;
-                    const int from = (share - begins[k]) % own_pieces * piece;
-                    const int unit = item.first_tile + head * item.kv_tiles;
-                    shares[share] = {unit + from,
-                                     unit + min(item.kv_tiles, from + piece),
-                                     k,
-                                     num_tiles,
-                                     from / piece,
-                                     own_pieces,
-                                     prefix_pieces,
-                                     0,
-                                     item};
+                    shares[share] = share_of_piece(items[k], k, share - begins[k], piece, num_tiles,
+                                                   prefix_pieces);
                 }
                 return;
             }
@@ -306,9 +324,48 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                                 arrivals, queue, whole, 1, {});
 }
 
-// The same for `attend_cascade` and `attend_heads_cascade`: a prefix that chunks of one token share
-// is not among their items, if enough keys need not be read (attention_prefixes.cuh). There is no
-// window, and group is at most PREFIX_ROWS.
+// The same for a step of one chunk, if its rows are one unit's and num_shares is at least 16 *
+// num_kv_heads: units are always cut into pieces then. `plan` takes three times as long, most of it
+// for its instructions, which are fetched anew in each step. For any number of threads.
+extern "C" __global__ void plan_single(const int* query_start, const int* seq_lens, int group,
+                                       int num_kv_heads, int unit_rows, int unit_keys, int window,
+                                       int min_rows, int max_rows, int num_shares, int* first_item,
+                                       attention::Item* items, attention::Share* shares,
+                                       int* arrivals) {
+    using namespace attention;
+    pdl_wait();
+    pdl_launch_dependents();
+    const int begin = query_start[0], end = query_start[1], rows = (end - begin) * group;
+    const bool has_item = rows > min_rows && rows <= max_rows;
+    const Item item =
+        item_of_rows(0, 0, begin, end, seq_lens[0], group, unit_rows, unit_keys, window);
+    const int num_tiles = has_item ? item.kv_tiles * num_kv_heads : 0;
+    const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
+    // As piece_size does, by the lanes of a warp.
+    const int size = even + threadIdx.x % 32 * ((even + 31) / 32);
+    const int pieces = (item.kv_tiles + size - 1) / size;
+    const unsigned fitting = __ballot_sync(FULL_WARP, pieces * num_kv_heads <= num_shares);
+    const int smallest = __shfl_sync(FULL_WARP, size, __ffs(fitting) - 1);
+    const bool uncut = item.kv_tiles <= smallest + SHORT_CUT_TILES;
+    const int piece = uncut ? item.kv_tiles : smallest;
+    const int total = has_item ? (item.kv_tiles + piece - 1) / piece * num_kv_heads : 0;
+    for (int share = threadIdx.x; share < num_shares; share += blockDim.x) {
+        if (share < total)
+            shares[share] = share_of_piece(item, 0, share, piece, num_tiles, 0);
+        else
+            shares[share] = {};
+    }
+    for (int i = threadIdx.x; i < 4 * num_shares; i += blockDim.x) arrivals[i] = 0;
+    if (threadIdx.x == 0) {
+        first_item[0] = 0;
+        first_item[1] = has_item;
+        if (has_item) items[0] = item;
+    }
+}
+
+// The same as `plan` for `attend_cascade` and `attend_heads_cascade`: a prefix that chunks of one
+// token share is not among their items, if enough keys need not be read (attention_prefixes.cuh).
+// There is no window, and group is at most PREFIX_ROWS.
 //
 //   heads_per_unit   KV heads, of units that are not of a prefix
 //   block_tables [n, table_stride]
