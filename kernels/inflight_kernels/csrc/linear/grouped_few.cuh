@@ -152,18 +152,32 @@ struct Epilogue {
     int width;  // of out
     bool gated, wide;
 
+    // What is added to the sums of an output, or to the output. Its load takes as long as all that
+    // follows a product.
+    struct Added {
+        float bias[2];  // of gate and of up, if gated
+        float residual;
+    };
+
+    __device__ __forceinline__ Added added(int row, int column) const {
+        Added found = {};
+        if (bias) {
+            found.bias[0] = static_cast<float>(bias[column]);
+            if (gated) found.bias[1] = static_cast<float>(bias[column + width]);
+        }
+        if (residual)
+            found.residual =
+                static_cast<float>(residual[static_cast<long long>(row) * width + column]);
+        return found;
+    }
+
     // sum_of(i): of the weight's row of this column of out, then of that of up.
     template <class SumOf>
-    __device__ __forceinline__ void store(int row, int column, const SumOf& sum_of) const {
-        const auto with_bias = [&](int part) {
-            const float sum = sum_of(part);
-            return bias ? sum + static_cast<float>(bias[column + part * width]) : sum;
-        };
-        float value = with_bias(0);
-        if (gated) value = value / (1.0f + __expf(-value)) * with_bias(1);
-        const long long place = static_cast<long long>(row) * width + column;
-        if (residual) value += static_cast<float>(residual[place]);
-        store_sum(out, place, value, wide);
+    __device__ __forceinline__ void store(int row, int column, const Added& added,
+                                          const SumOf& sum_of) const {
+        float value = sum_of(0) + added.bias[0];
+        if (gated) value = value / (1.0f + __expf(-value)) * (sum_of(1) + added.bias[1]);
+        store_sum(out, static_cast<long long>(row) * width + column, value + added.residual, wide);
     }
 };
 

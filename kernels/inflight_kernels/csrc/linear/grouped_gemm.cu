@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             if (first + column >= width) continue;
             const float* const parts =
                 partial + (row / of_x.ROWS_AT_ONCE * 8 + row % of_x.ROWS_AT_ONCE) * PITCH + column;
-            epilogue.store(row, first + column, [&](int part) {
+            epilogue.store(row, first + column, epilogue.added(row, first + column), [&](int part) {
                 float sum = 0.0f;
 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {

@@ -14,11 +14,11 @@ constexpr int FEW_TOKENS = 8;  // columns of a product
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= 8, in planes half as many, k a multiple of
 // 8; rows of x are `stride` values apart. See grouped_gemm for the epilogue, `gated` and `values`.
-// A tile is 16 * TILES rows of the weight, or half as many of gate and of up; block b computes
-// tiles b, b + blocks and so on. Dynamic shared memory: m rows of 2 * k + 32 bytes, k rounded up to
-// PLANE_COLUMNS; in planes for each GROUP columns 64 bytes; and for each tile of a block, warp and
-// token 16 * TILES + 4 floats, in planes twice.
-template <class R, int TILES, int WARPS, int DEPTH>
+// A tile is 16 rows of the weight, or as many of gate and then of up; block b computes tiles b,
+// b + blocks and so on. A warp loads DEPTH records ahead. Dynamic shared memory: m rows of 2 * k +
+// 32 bytes, k rounded up to PLANE_COLUMNS; in planes for each GROUP columns 64 bytes; and for each
+// tile of a block, or half of one if gated, warp and token 20 floats, in planes twice.
+template <class R, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(WARPS * 32, 1)
     grouped_stream(const __nv_bfloat16* x, int stride, const unsigned char* records,
                    const grouped::Table* values, const __nv_bfloat16* bias,
@@ -26,61 +26,64 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                    bool wide) {
 #if __CUDA_ARCH__ >= 800
     using namespace grouped;
-    constexpr int HEIGHT = TILES * ROWS, PITCH = HEIGHT + 4;
+    constexpr int PITCH = ROWS + 4;
     constexpr int PARTS = IN_PLANES<R> ? 2 : 1;  // sums of a token
     extern __shared__ __align__(128) unsigned char memory[];
 
     // Blocks of the next kernel start when all of this one have: it reads its weights meanwhile.
     pdl_launch_dependents();
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
-    const int width = gated ? n / 2 : n;
-    const int columns = gated ? HEIGHT / 2 : HEIGHT;  // of out
+    const int halves = gated ? 2 : 1, width = n / halves;  // of out
     const int block = blockIdx.x, blocks = gridDim.x;
-    const int tiles = ((width + columns - 1) / columns - block + blocks - 1) / blocks;
+    const int tiles = ((width + ROWS - 1) / ROWS - block + blocks - 1) / blocks;
     const int chunks = (k + COLUMNS - 1) / COLUMNS;
-    // Records are numbered by tile, then by column. This warp has warp, warp + WARPS and so on.
-    const int end = tiles * chunks;
+    // Records are numbered by tile, its halves if gated, then by column. This warp has warp,
+    // warp + WARPS and so on.
+    const int end = tiles * halves * chunks;
 
-    const unsigned char* sources[TILES];
-    int next = warp, next_chunk = warp, next_tile = 0;
+    const unsigned char* source;
+    int next = warp, next_chunk = warp, next_half = 0;
     const auto find = [&] {
         while (next_chunk >= chunks) {
             next_chunk -= chunks;
-            next_tile++;
+            next_half++;
         }
-        const int first = (block + next_tile * blocks) * columns;
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            const bool is_up = gated && t >= TILES / 2;
-            const int row = first + (is_up ? width + (t - TILES / 2) * ROWS : t * ROWS);
-            sources[t] = records + R::offset(row / ROWS, k) + next_chunk * R::BYTES;
-        }
+        const int tile = block + (gated ? next_half / 2 : next_half) * blocks;
+        const int row = tile * ROWS + (gated && next_half % 2 ? width : 0);
+        source = records + R::offset(row / ROWS, k) + next_chunk * R::BYTES;
     };
-    Loaded<R> ahead[DEPTH][TILES];
-    const auto load = [&](Loaded<R>(&to)[TILES]) {
+    Loaded<R> ahead[DEPTH][1];
+    const auto load = [&](Loaded<R>& to) {
         if (next >= end) return;
         next += WARPS;
         next_chunk += WARPS;
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            to[t].load(sources[t], lane);
-            sources[t] += WARPS * R::BYTES;
-        }
+        to.load(source, lane);
+        source += WARPS * R::BYTES;
         if (next_chunk >= chunks) find();
     };
     // No kernel writes weights: they may be read before the preceding kernel has ended.
     find();
 #pragma unroll
-    for (int d = 0; d < DEPTH; d++) load(ahead[d]);
+    for (int d = 0; d < DEPTH; d++) load(ahead[d][0]);
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;
 
     const SharedX<R, FEW_TOKENS> of_x(memory,
                                       (k + PLANE_COLUMNS - 1) / PLANE_COLUMNS * PLANE_COLUMNS);
-    // [tiles, WARPS, m, PARTS, PITCH]
+    // [tiles * halves, WARPS, m, PARTS, PITCH]
     float* const partial = reinterpret_cast<float*>(of_x.memory + m * of_x.row_bytes());
     const int warp_sums = m * PARTS * PITCH;
+    const Epilogue epilogue = {bias, residual, out, width, gated, wide};
+    const int outputs = tiles * m * ROWS;
+    const auto row_of = [&](int output) { return output / ROWS % m; };
+    const auto column_of = [&](int output) {
+        return (block + output / (ROWS * m) * blocks) * ROWS + output % ROWS;
+    };
     pdl_wait();
+    // Of this thread's first output, loaded while the product is computed.
+    Epilogue::Added added = {};
+    if (threadIdx.x < outputs && column_of(threadIdx.x) < width)
+        added = epilogue.added(row_of(threadIdx.x), column_of(threadIdx.x));
     of_x.template load<WARPS * 32>(x, stride, m, k, 0, chunks * COLUMNS);
 
     // Where this lane's sums of tokens lane % 4 * 2 and the next go.
@@ -94,26 +97,23 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     unsigned rows[1];
     of_x.rows(m, chunk, rows);
-    Sums<FEW_TOKENS> sums[TILES] = {};
+    Sums<FEW_TOKENS> sums[1] = {};
 #pragma unroll 1
     for (int i = warp; i < end; i += DEPTH * WARPS) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (i + d * WARPS >= end) break;
             of_x.multiply(ahead[d], table, rows, chunk, sums);
-            load(ahead[d]);
+            load(ahead[d][0]);
             rows[0] += WARPS * of_x.COLUMN_BYTES * COLUMNS;
             chunk += WARPS;
             if (chunk < chunks) continue;
-            // This was the warp's last record of a tile.
+            // This was the warp's last record of a tile, or of its half.
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    if (token + e % 2 < m)
-                        mine[e % 2 * (PARTS * PITCH) + t * ROWS + e / 2 * 8] = sums[t][0][e];
-                    sums[t][0][e] = 0.0f;
-                }
+            for (int e = 0; e < 4; e++) {
+                if (token + e % 2 < m) mine[e % 2 * (PARTS * PITCH) + e / 2 * 8] = sums[0][0][e];
+                sums[0][0][e] = 0.0f;
+            }
             while (chunk >= chunks) {
                 chunk -= chunks;
                 mine += WARPS * warp_sums;
@@ -123,23 +123,22 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     __syncthreads();
 
-    const Epilogue epilogue = {bias, residual, out, width, gated, wide};
 #pragma unroll 1
-    for (int i = threadIdx.x; i < tiles * m * columns; i += WARPS * 32) {
-        const int column = i % columns, row = i / columns % m, tile = i / (columns * m);
-        const int out_column = (block + tile * blocks) * columns + column;
+    for (int i = threadIdx.x; i < outputs; i += WARPS * 32) {
+        const int row = row_of(i), out_column = column_of(i);
         if (out_column >= width) continue;
-        const float* const of_tile =
-            partial + tile * WARPS * warp_sums + row * (PARTS * PITCH) + column;
-        const int first_warp = tile * chunks % WARPS;  // that has records of this tile
-        epilogue.store(row, out_column, [&](int part) {
+        if (i != threadIdx.x) added = epilogue.added(row, out_column);
+        epilogue.store(row, out_column, added, [&](int half) {
+            const int place = i / (ROWS * m) * halves + half;
+            const float* const parts =
+                partial + place * WARPS * warp_sums + row * (PARTS * PITCH) + i % ROWS;
+            const int first_warp = place * chunks % WARPS;  // that has records of this half
             float sum = 0.0f;
 #pragma unroll 4
             for (int w = 0; w < WARPS; w++) {
                 if (chunks < WARPS && (w - first_warp + WARPS) % WARPS >= chunks) continue;
 #pragma unroll
-                for (int p = 0; p < PARTS; p++)
-                    sum += of_tile[w * warp_sums + p * PITCH + part * columns];
+                for (int p = 0; p < PARTS; p++) sum += parts[w * warp_sums + p * PITCH];
             }
             return sum;
         });

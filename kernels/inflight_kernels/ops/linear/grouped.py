@@ -115,41 +115,39 @@ def plan(m: int, k: int, gated: bool, in_planes: bool = False) -> Tile:
     return two if gated or k >= _MANY_COLUMNS or one.phase(m, k) < k else one
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """What a block of the kernel for MAX_STREAMED_TOKENS computes at a time, and how.
-
-    Attributes:
-        tiles: of RECORD_ROWS rows of the weight; half of them gate and half up if gated.
-        depth: records of each tile that a warp loads ahead.
-    """
-
-    tiles: int
-    depth: int
-
-    def blocks(self, n: int, num_multiprocessors: int) -> int:
-        """To launch for a weight with n rows."""
-        return min(self._tiles_of(n), num_multiprocessors)
-
-    def shared_bytes(
-        self, m: int, n: int, k: int, kind: GroupedKind, num_multiprocessors: int
-    ) -> int:
-        """Dynamic shared memory of a block for m tokens, which must be at most MAX_STREAM_BYTES."""
-        columns = _whole_planes(k)
-        parts, groups = (2, columns // kind.group) if kind.in_planes else (1, 0)
-        most = -(-self._tiles_of(n) // self.blocks(n, num_multiprocessors))
-        sums = most * _WARPS * m * parts * (self.tiles * RECORD_ROWS + 4)
-        return m * _x_pitch(columns) + 64 * groups + 4 * sums
-
-    def _tiles_of(self, n: int) -> int:
-        return -(-n // (self.tiles * RECORD_ROWS))
-
-
 MAX_STREAMED_TOKENS = 2
 MAX_STREAM_BYTES = 96 * 1024
 """Of shared memory: what every GPU has. A product that needs more has a tile of `plan`."""
 
-_STREAM, _GATED_STREAM = Stream(1, depth=4), Stream(2, depth=2)
+_STREAM_STEM = "grouped_stream"
+_STREAM_DEPTH = 4  # records that a warp loads ahead; more gained nothing
+
+
+class Stream(NamedTuple):
+    """A launch of the kernel for up to MAX_STREAMED_TOKENS, whose blocks share the tiles evenly.
+
+    Attributes:
+        blocks: to launch.
+        shared_bytes: of dynamic shared memory.
+    """
+
+    blocks: int
+    shared_bytes: int
+
+
+def stream(
+    m: int, n: int, k: int, kind: GroupedKind, gated: bool, num_multiprocessors: int
+) -> Stream | None:
+    """The launch for a product; None if it has too many tokens, or sums for the shared memory."""
+    halves = 2 if gated else 1
+    tiles = -(-n // (halves * RECORD_ROWS))
+    blocks = min(tiles, num_multiprocessors)
+    columns = _whole_planes(k)
+    parts, groups = (2, columns // kind.group) if kind.in_planes else (1, 0)
+    sums = -(-tiles // blocks) * halves * _WARPS * m * parts * (RECORD_ROWS + 4)
+    shared_bytes = m * _x_pitch(columns) + 64 * groups + 4 * sums
+    fits = m <= MAX_STREAMED_TOKENS and shared_bytes <= MAX_STREAM_BYTES
+    return Stream(blocks, shared_bytes) if fits else None
 
 
 def linear(
@@ -186,7 +184,7 @@ def linear(
     found = _launch_of(m, n, k, weight.kind, gated)
     kernel(found.stem, found.name)(
         found.blocks,
-        found.threads,
+        _THREADS,
         x,
         x.stride(0),
         weight.records,
@@ -197,7 +195,7 @@ def linear(
         m,
         n,
         k,
-        *found.phase,
+        *(() if found.streams else (found.phase,)),
         gated,
         out.dtype == torch.float32,
         shared=found.shared_bytes,
@@ -206,31 +204,31 @@ def linear(
 
 
 class _Launch(NamedTuple):
-    """Of a product. phase: columns of x at once, if the kernel takes them."""
+    """Of a product. phase: columns of x at once; the kernel that streams has all of them."""
 
     stem: str
     name: str
     blocks: int
-    threads: int
-    phase: tuple[int, ...]
+    phase: int
     shared_bytes: int
+
+    @property
+    def streams(self) -> bool:
+        return self.stem == _STREAM_STEM
 
 
 def _launch_of(m: int, n: int, k: int, kind: GroupedKind, gated: bool) -> _Launch:
     multiprocessors = num_multiprocessors()
-    if m <= MAX_STREAMED_TOKENS:
-        stream = _GATED_STREAM if gated else _STREAM
-        shared_bytes = stream.shared_bytes(m, n, k, kind, multiprocessors)
-        if shared_bytes <= MAX_STREAM_BYTES:
-            name, blocks = _stream_name(kind, stream), stream.blocks(n, multiprocessors)
-            return _Launch("grouped_stream", name, blocks, _THREADS, (), shared_bytes)
+    streamed = stream(m, n, k, kind, gated, multiprocessors)
+    if streamed is not None:
+        blocks, shared_bytes = streamed
+        return _Launch(_STREAM_STEM, _stream_name(kind), blocks, k, shared_bytes)
     tile = plan(m, k, gated, kind.in_planes)
     return _Launch(
         "grouped_gemm",
         _name(kind, tile),
         tile.blocks(n, multiprocessors),
-        _THREADS,
-        (tile.phase(m, k),),
+        tile.phase(m, k),
         tile.shared_bytes(m, k, kind),
     )
 
@@ -270,8 +268,8 @@ def _name(kind: GroupedKind, tile: Tile) -> str:
     return f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {_WARPS}, {tile.depth}>"
 
 
-def _stream_name(kind: GroupedKind, stream: Stream) -> str:
-    return f"grouped_stream<{kind.name}, {stream.tiles}, {_WARPS}, {stream.depth}>"
+def _stream_name(kind: GroupedKind) -> str:
+    return f"{_STREAM_STEM}<{kind.name}, {_WARPS}, {_STREAM_DEPTH}>"
 
 
 def _dequantizing_name(kind: GroupedKind) -> str:
@@ -287,6 +285,5 @@ def instantiations() -> list[Instantiation]:
     found: list[Instantiation] = []
     for kind in KINDS:
         names = *(_name(kind, tile) for tile in _tiles(kind)), _dequantizing_name(kind)
-        streams = tuple(_stream_name(kind, stream) for stream in (_STREAM, _GATED_STREAM))
-        found += [("grouped_gemm", names, ()), ("grouped_stream", streams, ())]
+        found += [("grouped_gemm", names, ()), (_STREAM_STEM, (_stream_name(kind),), ())]
     return found
