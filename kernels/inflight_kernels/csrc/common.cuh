@@ -152,6 +152,11 @@ __device__ __forceinline__ T load_l2(const T* address) {
     return value;
 }
 
+// Have a line of memory in the L2 cache by the time that it is read.
+__device__ inline void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---------------------------------------------------------------- reductions
 
 // Sum over each aligned group of WIDTH lanes, a power of two; returned to every lane. All lanes of

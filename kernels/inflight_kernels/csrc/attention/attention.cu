@@ -70,6 +70,9 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
         pdl_wait();
         return;
     }
+    // Needed when all else has been computed.
+    if (args.sinks != nullptr && threadIdx.x * 32 < args.num_heads)
+        prefetch_l2(args.sinks + threadIdx.x * 32);
     WorkIterator<S> work;
     work.begin(args, items, share);
     TileProducer<S, Source::ROTATES> producer;

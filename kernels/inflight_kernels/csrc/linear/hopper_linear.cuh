@@ -19,10 +19,6 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 
-__device__ inline void prefetch_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // The gate of an MLP (arXiv:2002.05202).
 __device__ inline float silu_mul(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;

@@ -24,7 +24,7 @@ struct FewTokens {
     float* sums;  // [FEW][ROWS] in shared memory; behind them in a pair those of the other block
 
     // Of this thread's first output, loaded while the product is computed.
-    float scales[PARTS], added;
+    float scales[PARTS], biases[PARTS], added;
 
     __device__ static int column_of(int tile, int rank, int i) {
         return tile * COLUMNS + rank * OWN + i % OWN;
@@ -32,6 +32,10 @@ struct FewTokens {
 
     __device__ float scale_of(int column, int part) const {
         return SCALED ? __ldg(row_scales + min(column, width - 1) + part * width) : 1.0f;
+    }
+
+    __device__ float bias_of(int column, int part) const {
+        return bias && column < width ? static_cast<float>(bias[column + part * width]) : 0.0f;
     }
 
     __device__ float residual_of(int token, int column) const {
@@ -42,7 +46,10 @@ struct FewTokens {
     __device__ void begin(int tile, int rank) {
         const int column = column_of(tile, rank, threadIdx.x);
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) scales[part] = scale_of(column, part);
+        for (int part = 0; part < PARTS; part++) {
+            scales[part] = scale_of(column, part);
+            biases[part] = bias_of(column, part);
+        }
         added = residual_of(threadIdx.x / OWN, column);
     }
 
@@ -71,17 +78,18 @@ struct FewTokens {
         for (int i = threadIdx.x; i < m * OWN; i += WARPS * 32) {
             const int token = i / OWN, column = column_of(tile, rank, i);
             if (column >= width) continue;
+            const bool is_first = i == threadIdx.x;
             float value[PARTS];
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
-                const float* const sum = sums + token * ROWS + part * COLUMNS + rank * OWN + i % OWN;
-                const bool is_first = i == threadIdx.x;
+                const float* const sum =
+                    sums + token * ROWS + part * COLUMNS + rank * OWN + i % OWN;
                 value[part] = PAIR ? sum[0] + sum[FEW * ROWS] : sum[0];
                 if (SCALED) value[part] *= is_first ? scales[part] : scale_of(column, part);
-                if (bias) value[part] += static_cast<float>(bias[column + part * width]);
+                if (bias) value[part] += is_first ? biases[part] : bias_of(column, part);
             }
             float result = GATED ? silu_mul(value[0], value[PARTS - 1]) : value[0];
-            if (residual) result += i == threadIdx.x ? added : residual_of(token, column);
+            if (residual) result += is_first ? added : residual_of(token, column);
             out[static_cast<long long>(token) * width + column] = narrow<Out>(result);
         }
     }

@@ -305,6 +305,16 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
     }
     pdl_wait();
     pdl_launch_dependents();
+    const auto place_of = [&](int i) {
+        const int row = i % ROWS, token = i / ROWS % num_tokens, unit = i / ROWS / num_tokens;
+        return static_cast<long long>(token) * hidden + (blockIdx.x + unit * blocks) * ROWS + row;
+    };
+    const auto added_of = [&](int i) {
+        return adds ? static_cast<float>(total[place_of(i)]) : 0.0f;
+    };
+    // Of this thread's first result, loaded while the product is computed.
+    const int results = own_units * num_tokens * ROWS;
+    const float added_first = threadIdx.x < results ? added_of(threadIdx.x) : 0.0f;
     load_rows<X, T>(inner, pairs, width, at.x, pitch, scales);
     __syncthreads();
 
@@ -336,12 +346,10 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
     }
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < own_units * num_tokens * ROWS; i += THREADS) {
+    for (int i = threadIdx.x; i < results; i += THREADS) {
         const int row = i % ROWS, token = i / ROWS % num_tokens, unit = i / ROWS / num_tokens;
         const float* const parts_of = sums_of + (unit * pairs + token * top_k) * ROWS + row;
-        T* const to = total + static_cast<long long>(token) * hidden +
-                      (blockIdx.x + unit * blocks) * ROWS + row;
-        float sum = adds ? static_cast<float>(*to) : 0.0f;
+        float sum = i == threadIdx.x ? added_first : added_of(i);
 #pragma unroll 1
         for (int r = 0; r < top_k; r++) {
             float output = parts_of[r * ROWS];
@@ -350,7 +358,8 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
                 output += parts_of[(part * most * pairs + r) * ROWS];
             sum += choice.weights[token][r] * output;
         }
-        if (shared) sum += choice.weights[token][top_k] * static_cast<float>(shared[to - total]);
-        *to = narrow<T>(sum);
+        const long long place = place_of(i);
+        if (shared) sum += choice.weights[token][top_k] * static_cast<float>(shared[place]);
+        total[place] = narrow<T>(sum);
     }
 }
