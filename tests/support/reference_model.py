@@ -7,6 +7,7 @@ from torch import Tensor
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import Quantization
 from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
 from inflight_kernels.torch_ops import transformer as ops
@@ -20,12 +21,20 @@ class Teacher:
     Args:
         checkpoint: of the model.
         max_len: of the texts.
+        quantization: as in the settings; with `none` products are of 32 bits.
     """
 
-    def __init__(self, checkpoint: Checkpoint, max_len: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, max_len: int, quantization: Quantization = "auto"
+    ) -> None:
         self.spec = read_spec(checkpoint)
         self._model = Decoder(
-            checkpoint, self.spec, torch.float32, max_len, lambda what, fraction: None
+            checkpoint,
+            self.spec,
+            torch.float32,
+            max_len,
+            lambda what, fraction: None,
+            quantization,
         )
         self._num_blocks = -(-max_len // _BLOCK_SIZE)
 
