@@ -66,7 +66,7 @@ from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 _PLAN_THREADS = 1024
-# Of a step of one chunk; and shares for each of its units, so that it takes that kernel.
+# The kernel for a step of one chunk, and the fewest shares for each unit that it takes.
 _PLAN_SINGLE_THREADS = 256
 _SINGLE_SHARES = 16
 _NO_WINDOW = 1 << 30

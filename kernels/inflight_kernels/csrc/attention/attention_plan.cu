@@ -325,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 }
 
 // The same for a step of one chunk, if its rows are one unit's and num_shares is at least 16 *
-// num_kv_heads: units are always cut into pieces then. `plan` takes three times as long, most of it
-// for its instructions, which are fetched anew in each step. For any number of threads.
+// num_kv_heads: units are always cut into pieces then. `plan` has many more instructions, which are
+// fetched anew in each step, and barriers. For any number of whole warps.
 extern "C" __global__ void plan_single(const int* query_start, const int* seq_lens, int group,
                                        int num_kv_heads, int unit_rows, int unit_keys, int window,
                                        int min_rows, int max_rows, int num_shares, int* first_item,
