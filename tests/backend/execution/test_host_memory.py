@@ -87,11 +87,17 @@ def make_engine(checkpoint: Checkpoint, kv_dtype: str = "auto", **changes: Any) 
 
 
 @each_layout
-def test_later_turns_are_those_of_an_engine_that_computes_all(
+def test_later_turns_are_those_of_an_engine_that_computes_or_keeps_all(
     checkpoints: Callable[[str], Checkpoint], layout: str, kv_dtype: str
 ) -> None:
+    """Computed again, keys and values have other last bits, which 8 bits may round to the next
+    value: these are compared with those that never left a pool of room for all."""
     checkpoint = checkpoints(layout)
-    changes = {"kv_host_memory_bytes": None, "enable_prefix_caching": False}
+    changes: dict[str, Any] = {"kv_host_memory_bytes": None}
+    if kv_dtype == "auto":
+        changes["enable_prefix_caching"] = False
+    else:
+        changes["num_blocks"] = 10 * NUM_BLOCKS
     expected = chat(make_engine(checkpoint, kv_dtype, **changes), poisons=False)
     engine = make_engine(checkpoint, kv_dtype)
     assert chat(engine, poisons=True) == expected
