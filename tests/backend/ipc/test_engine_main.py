@@ -215,7 +215,10 @@ def test_cancel_ends_a_request_and_frees_its_blocks(
     front.client.close()
 
 
-def test_a_front_is_informed_of_deliveries_for_its_requests(front: Front, model_directory: Path):
+def test_a_front_is_informed_of_deliveries_for_its_requests(
+    front: Front, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    set_failpoint(monkeypatch, "slow", 20)  # the requests must not end before the deliveries
     other = Front(model_directory)
     path = engine_client.socket_path(model_directory, os.getpid())
     detokenizer = engine_client.attach(path, "detokenizer")
