@@ -133,6 +133,30 @@ def test_results_are_bitwise_reproducible(linear, tokens) -> None:
         assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(960, 576, False), (3072, 576, True), (576, 1536, False)]
+)
+def test_few_tokens_of_a_small_weight_have_the_results_that_each_has_alone(
+    kind, n, k, gated
+) -> None:
+    """A text with drafts is then that without: a step verifies them as it would choose them."""
+    weight = random_rows(n, k, kind)
+    most = 4 if kind.in_planes else 8
+    x = _random(most, k)
+    width = n // 2 if gated else n
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(rows), width), float("nan"), dtype=torch.bfloat16, device="cuda")
+        grouped.linear(rows, weight, out=out, gated=gated)
+        return out
+
+    alone = torch.cat([run(x[i : i + 1]) for i in range(most)])
+    assert alone.isfinite().all()
+    for m in range(2, most + 1):
+        assert torch.equal(run(x[:m]), alone[:m])
+
+
 @pytest.mark.parametrize(
     ("linear", "tokens"), [(grouped.linear, 2), (grouped.linear, 7), (grouped_gemm.linear, 60)]
 )

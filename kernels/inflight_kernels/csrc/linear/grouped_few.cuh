@@ -102,41 +102,50 @@ struct SharedX {
             multiply_values<R, TOKENS, TILES>(loaded, table, rows, sums);
     }
 
-    // Columns `begin` to `end` of x [m, k], whose rows are `stride` values apart. Called by all
-    // threads of a block, which then may read them.
+    // Begins to load columns `begin` to `end` of x [m, k], m <= 16, whose rows are `stride` values
+    // apart. Called by all threads of a block, which `finish` before they read them.
     template <int THREADS>
     __device__ __forceinline__ void load(const __nv_bfloat16* x, int stride, int m, int k,
                                          int begin, int end) const {
-        const int lane = threadIdx.x % 32;
+        constexpr int WARPS = THREADS / 32;
+        static_assert(WARPS == 16, "as many as rows at most");
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        // Each row has the same power of two of warps: loads of one after the other take as long as
+        // the product.
+        const int bits = 32 - __clz(m - 1), warps = WARPS >> bits;
+        const int row = (warp << bits) / WARPS, own = warp & (warps - 1);
+        const __nv_bfloat16* const from = x + static_cast<long long>(row) * stride + begin;
         if constexpr (PLANES) {
-            const int of_row = (end - begin + PLANE_COLUMNS - 1) / PLANE_COLUMNS * HALF_WARP;
-            for (int from = threadIdx.x; from - lane < m * of_row; from += THREADS) {
+            const int count = (end - begin + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
+            const int half = lane / HALF_WARP;
+            for (int i = 2 * own; row < m && i < count; i += 2 * warps) {
                 // Half of a warp may have nothing left, and does the same as the other half.
-                const int unit = from < m * of_row ? from : from - HALF_WARP;
-                const int row = unit / of_row, place = unit % of_row * LANE_COLUMNS;
-                const __nv_bfloat16* const source =
-                    x + static_cast<long long>(row) * stride + begin + place;
+                const int plane = i + half < count ? i + half : i;
+                const int place = plane * PLANE_COLUMNS + lane % HALF_WARP * LANE_COLUMNS;
                 float values[LANE_COLUMNS];
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    unpack<__nv_bfloat16>(begin + place + 8 * half < k
-                                              ? load_vector(source + 8 * half)
+                for (int part = 0; part < 2; part++)
+                    unpack<__nv_bfloat16>(begin + place + 8 * part < k
+                                              ? load_vector(from + place + 8 * part)
                                               : make_uint4(0, 0, 0, 0),
-                                          *reinterpret_cast<float(*)[8]>(values + 8 * half));
-                const int group = place / PLANE_COLUMNS * (PLANE_COLUMNS / R::GROUP);
+                                          *reinterpret_cast<float(*)[8]>(values + 8 * part));
+                const int group = plane * (PLANE_COLUMNS / R::GROUP);
                 convert<R>(
                     values, memory + 2 * row * pitch + place, pitch,
                     groups + (row / PLANE_TOKENS * num_groups + group) * 8 + row % PLANE_TOKENS);
             }
         } else {
-            const int vectors = (end - begin) / 8;
-            for (int row = 0; row < m; row++)
-                for (int i = threadIdx.x; i < vectors; i += THREADS) {
-                    const int column = begin + 8 * i;
-                    ptx::copy_async(ptx::shared_address(memory) + row * pitch + 16 * i,
-                                    x + static_cast<long long>(row) * stride + min(column, k - 8),
-                                    column < k);
-                }
+            const unsigned to = ptx::shared_address(memory) + row * pitch;
+            for (int i = own * 32 + lane; row < m && i < (end - begin) / 8; i += 32 * warps) {
+                const int column = 8 * i;
+                ptx::copy_async(to + 2 * column, from + min(column, k - 8 - begin),
+                                begin + column < k);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void finish() {
+        if constexpr (!PLANES) {
             ptx::commit_copies();
             ptx::wait_copies<0>();
         }

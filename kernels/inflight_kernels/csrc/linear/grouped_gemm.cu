@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const SharedX<R, TOKENS> of_x(memory + 2 * SUMS * sizeof(float), phase);
     const auto load_x = [&](int begin, int end) {
         of_x.template load<WARPS * 32>(x, stride, m, k, begin, end);
+        of_x.finish();
     };
     pdl_wait();
     const bool is_whole = phase >= k;

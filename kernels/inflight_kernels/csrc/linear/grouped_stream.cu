@@ -9,6 +9,9 @@
 namespace grouped {
 
 constexpr int FEW_TOKENS = 8;  // columns of a product
+constexpr int SHARERS = 4;     // lanes that add the warps' sums of an output,
+constexpr int SHARED_TOKENS =
+    4;  // of up to so many tokens: those of more keep lanes busy by themselves
 
 }  // namespace grouped
 
@@ -75,16 +78,24 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const int warp_sums = m * PARTS * PITCH;
     const Epilogue epilogue = {bias, residual, out, width, gated, wide};
     const int outputs = tiles * m * ROWS;
-    const auto row_of = [&](int output) { return output / ROWS % m; };
-    const auto column_of = [&](int output) {
-        return (block + output / (ROWS * m) * blocks) * ROWS + output % ROWS;
+    // Of an output of this thread: its tile, and its row and column of out.
+    int tile, row, out_column;
+    const auto locate = [&](int output) {
+        tile = output / ROWS / m;
+        row = output / ROWS - tile * m;
+        out_column = (block + tile * blocks) * ROWS + output % ROWS;
     };
     pdl_wait();
-    // Of this thread's first output, loaded while the product is computed.
-    Epilogue::Added added = {};
-    if (threadIdx.x < outputs && column_of(threadIdx.x) < width)
-        added = epilogue.added(row_of(threadIdx.x), column_of(threadIdx.x));
     of_x.template load<WARPS * 32>(x, stride, m, k, 0, chunks * COLUMNS);
+    // Of the first output, loaded while the product is computed.
+    const int sharers = m <= SHARED_TOKENS ? SHARERS : 1;
+    const int first = threadIdx.x / sharers;
+    Epilogue::Added added = {};
+    if (first < outputs) {
+        locate(first);
+        if (out_column < width) added = epilogue.added(row, out_column);
+    }
+    of_x.finish();
 
     // Where this lane's sums of tokens lane % 4 * 2 and the next go.
     const int token = PARTS == 2 ? lane % 2 * 2 : lane % 4 * 2;
@@ -123,25 +134,43 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     __syncthreads();
 
+    // Lanes without an output do what those of the last one do: all take part in the sums.
 #pragma unroll 1
-    for (int i = threadIdx.x; i < outputs; i += WARPS * 32) {
-        const int row = row_of(i), out_column = column_of(i);
-        if (out_column >= width) continue;
-        if (i != threadIdx.x) added = epilogue.added(row, out_column);
-        epilogue.store(row, out_column, added, [&](int half) {
-            const int place = i / (ROWS * m) * halves + half;
+    for (int i = first; i - lane / sharers < outputs; i += WARPS * 32 / sharers) {
+        if (i != first || i >= outputs) locate(min(i, outputs - 1));
+        float found[2];
+#pragma unroll 1
+        for (int half = 0; half < halves; half++) {
+            const int place = tile * halves + half;
             const float* const parts =
-                partial + place * WARPS * warp_sums + row * (PARTS * PITCH) + i % ROWS;
+                partial + place * WARPS * warp_sums + row * (PARTS * PITCH) + out_column % ROWS;
             const int first_warp = place * chunks % WARPS;  // that has records of this half
-            float sum = 0.0f;
-#pragma unroll 4
-            for (int w = 0; w < WARPS; w++) {
-                if (chunks < WARPS && (w - first_warp + WARPS) % WARPS >= chunks) continue;
+            // Of each SHARERS-th warp; all sums are added in the same order for any m.
+            const auto sum_from = [&](int from) {
+                float sum = 0.0f;
 #pragma unroll
-                for (int p = 0; p < PARTS; p++) sum += parts[w * warp_sums + p * PITCH];
+                for (int j = 0; j < WARPS; j += SHARERS) {
+                    const int w = j + from;
+                    if ((w - first_warp + WARPS) % WARPS >= chunks) continue;
+#pragma unroll
+                    for (int p = 0; p < PARTS; p++) sum += parts[w * warp_sums + p * PITCH];
+                }
+                return sum;
+            };
+            float sum;
+            if (sharers == 1) {
+                sum = (sum_from(0) + sum_from(1)) + (sum_from(2) + sum_from(3));
+            } else {
+                sum = sum_from(lane % SHARERS);
+                sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+                sum += __shfl_xor_sync(FULL_WARP, sum, 2);
             }
-            return sum;
-        });
+            found[1] = sum;
+            if (half == 0) found[0] = sum;
+        }
+        if (lane % sharers || i >= outputs || out_column >= width) continue;
+        if (i != first) added = epilogue.added(row, out_column);
+        epilogue.store(row, out_column, added, [&](int half) { return found[half]; });
     }
 #endif
 }

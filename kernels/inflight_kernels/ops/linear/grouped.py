@@ -116,15 +116,18 @@ def plan(m: int, k: int, gated: bool, in_planes: bool = False) -> Tile:
 
 
 MAX_STREAMED_TOKENS = 2
+"""Of any weight. Of one whose tiles are no more than the multiprocessors, and whose product is thus
+bound by latencies, as many as a product of the tensor cores has columns for."""
 MAX_STREAM_BYTES = 96 * 1024
 """Of shared memory: what every GPU has. A product that needs more has a tile of `plan`."""
 
+_STREAM_COLUMNS = 8
 _STREAM_STEM = "grouped_stream"
 _STREAM_DEPTH = 4  # records that a warp loads ahead; more gained nothing
 
 
 class Stream(NamedTuple):
-    """A launch of the kernel for up to MAX_STREAMED_TOKENS, whose blocks share the tiles evenly.
+    """A launch of the kernel whose blocks share the tiles evenly.
 
     Attributes:
         blocks: to launch.
@@ -146,7 +149,8 @@ def stream(
     parts, groups = (2, columns // kind.group) if kind.in_planes else (1, 0)
     sums = -(-tiles // blocks) * halves * _WARPS * m * parts * (RECORD_ROWS + 4)
     shared_bytes = m * _x_pitch(columns) + 64 * groups + 4 * sums
-    fits = m <= MAX_STREAMED_TOKENS and shared_bytes <= MAX_STREAM_BYTES
+    most = MAX_STREAMED_TOKENS if blocks < tiles else _STREAM_COLUMNS // parts
+    fits = m <= most and shared_bytes <= MAX_STREAM_BYTES
     return Stream(blocks, shared_bytes) if fits else None
 
 

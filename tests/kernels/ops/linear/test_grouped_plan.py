@@ -105,6 +105,20 @@ def test_a_stream_has_room_for_x_and_the_sums_of_all_tiles(kind: GroupedKind, pa
     assert x_bytes + 4 * sums < found.shared_bytes <= MAX_STREAM_BYTES
 
 
+@each_kind
+@each_gate
+def test_few_tokens_are_streamed_where_each_block_has_a_tile(
+    kind: GroupedKind, gated: bool
+) -> None:
+    """As many as a product has columns for, by a kernel that gives each token its result alone."""
+    most = 4 if kind.in_planes else 8
+    for width in (16, 576, 2112, 2113, 4096):  # of out; 132 tiles and more
+        n = 2 * width if gated else width
+        for m in range(1, MAX_TOKENS + 1):
+            found = grouped.stream(m, n, 576, kind, gated, 132)
+            assert (found is not None) == (m <= (most if width <= 2112 else MAX_STREAMED_TOKENS))
+
+
 # ---------------------------------------------------------------- few tokens
 
 
@@ -122,6 +136,7 @@ class FewTokens(NamedTuple):
 
 
 SEVERAL = range(MAX_STREAMED_TOKENS + 1, MAX_TOKENS + 1)
+MANY_ROWS = 8192  # of a weight with more tiles than the GPU has multiprocessors, gated or not
 LaunchOf = Callable[[int, int, GroupedKind, bool], FewTokens]
 
 
@@ -141,8 +156,8 @@ def launch_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchOf]:
     monkeypatch.setattr(grouped, "kernel", kernel)
 
     def made(m: int, k: int, kind: GroupedKind, gated: bool) -> FewTokens:
-        out = empty(m, 32 if gated else 64)
-        grouped.linear(empty(m, k), weight_of(64, k, kind), out=out, gated=gated)
+        out = empty(m, MANY_ROWS // 2 if gated else MANY_ROWS)
+        grouped.linear(empty(m, k), weight_of(MANY_ROWS, k, kind), out=out, gated=gated)
         return found.pop()
 
     with record_launches():
