@@ -22,7 +22,7 @@ from torch import Tensor
 import host_experts
 import host_latent
 from host_sampling import count_output_tokens, mark_prompt_tokens, sample, top_logprobs
-from inflight.execution import cuda_runner, device_batch, device_steps
+from inflight.execution import cuda_runner, device_batch, device_steps, step_timing
 from inflight.execution.drafters import device_passes
 from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
@@ -62,7 +62,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "torch", host_torch)
         monkeypatch.setattr(module, "capture_graph", Recorded)
     monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
-    monkeypatch.setattr(cuda_runner, "_TIMINGS", 1)  # HostCuda's events always measure the same
+    monkeypatch.setattr(cuda_runner, "OnStream", HostStream)
+    monkeypatch.setattr(step_timing, "torch", host_torch)
+    monkeypatch.setattr(step_timing, "_TIMINGS", 1)  # HostCuda's events always measure the same
     monkeypatch.setattr(cuda_runner, "find_kernels", lambda *engine: [])
     monkeypatch.setattr(cuda_runner, "precompile_kernels", lambda kernels: None)
     state = _Ops(upload, write_tables, write_row_params, begin_step, end_step)
@@ -99,6 +101,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         plan,
         attend,
         prefers_rope_attend=lambda *shape: False,
+        rotates_chunk=lambda *step: False,
         reads_dequantized=lambda params: False,
     )
     monkeypatch.setattr(attention, "attention", kernels)
@@ -134,12 +137,25 @@ class HostTorch:
         return torch.zeros(*shape, **settings)
 
 
+class HostStream:
+    """In the place of `OnStream`."""
+
+    def __init__(self, stream: object) -> None:
+        self._mode = torch.inference_mode()
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+
 class HostCuda:
     class Event:
         def __init__(self, enable_timing: bool = False) -> None:
             pass
 
-        def record(self) -> None:
+        def record(self, stream: object = None) -> None:
             pass
 
         def synchronize(self) -> None:
@@ -275,6 +291,8 @@ def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) 
         state.last_tokens[slot], state.last_positions[slot] = token, position
         if state.drafts.shape[1]:
             own = state.drafts[slot]
+            verified = row - first
+            result[5, chunk] = verified < len(own) and int(own[verified]) == token
             result[4, chunk] = NOT_DRAFTED if own[0] == NOT_DRAFTED else int((own >= 0).sum())
             state.drafts[slot] = NOT_DRAFTED
 
@@ -290,16 +308,23 @@ def draft_ngram(
     max_match: int,
     min_match: int,
     per_match: int = 0,
+    copies: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    from inflight_kernels.torch_ops.drafting import latest_match
+    from inflight_kernels.torch_ops.drafting import Copy, propose
 
     for slot in slots.tolist():
-        if slot >= 0:
-            tokens = history[slot, : int(last_positions[slot]) + 1].numpy().astype(np.int64)
-            count = drafts.shape[1]
-            found = latest_match(tokens, max_match, min_match, count, per_match)
-            drafts[slot] = torch.tensor(found + [NO_DRAFT] * (count - len(found)))
+        if slot < 0:
+            continue
+        tokens = history[slot, : int(last_positions[slot]) + 1].numpy().astype(np.int64)
+        count, copy = drafts.shape[1], None
+        if copies is not None and copies[slot, 0] >= 0:
+            start, position = copies[slot].tolist()
+            copy = Copy(start, position + 1)
+        found, copy = propose(tokens, max_match, min_match, count, per_match=per_match, copy=copy)
+        drafts[slot] = torch.tensor(found + [NO_DRAFT] * (count - len(found)))
+        if copies is not None and copy is not None:
+            copies[slot] = torch.tensor([copy.start, copy.length - 1])
 
 
 def begin_drafting(

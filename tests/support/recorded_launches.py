@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import host_kernels
-from inflight.execution import cuda_runner
+from inflight.execution import cuda_runner, step_timing
 from inflight.execution.drafters import device_passes
 from inflight.models import decoder_cuda
 from inflight.models.layers import attention as attention_layers
@@ -61,6 +61,8 @@ def recording(
     for owner in (cuda_runner, device_passes):
         monkeypatch.setattr(owner, "torch", meta_torch)
         monkeypatch.setattr(owner, "capture_graph", host_kernels.Recorded)
+    monkeypatch.setattr(cuda_runner, "OnStream", host_kernels.HostStream)
+    monkeypatch.setattr(step_timing, "torch", meta_torch)
     with record_launches() as launched:
         yield launched
 

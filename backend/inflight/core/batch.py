@@ -220,6 +220,7 @@ class StepOutput:
         from_outputs: chunks whose verified drafts are from the outputs of earlier requests.
         num_proposed: chunk index -> drafts that the drafter had for the sequence, scheduled or not.
             Only from runners that schedule drafts before they know that number.
+        would_accept: of these, the chunks whose last token is the first draft that had no row.
         candidates: chunk index -> for each of its tokens, the num_candidates top logprobs.
         prompt_candidates: chunk index -> for each of its scores, num_prompt_logprobs top logprobs.
     """
@@ -230,6 +231,7 @@ class StepOutput:
     num_drafted: dict[int, int] = field(default_factory=dict)
     from_outputs: set[int] = field(default_factory=set)
     num_proposed: dict[int, int] = field(default_factory=dict)
+    would_accept: set[int] = field(default_factory=set)
     candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
     prompt_candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
 

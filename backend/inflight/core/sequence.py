@@ -110,6 +110,7 @@ class Sequence(SequenceGroup):
         needs_committed_tokens: the adjustments of the next token depend on all previous ones: never
             more than one token is in flight.
         num_drafts: draft tokens in each of its steps from now on.
+        adapts_drafts: that number follows what its drafter finds.
         num_drafted: drafts verified so far.
         num_accepted: drafts accepted so far.
         num_scored: prompt tokens whose logprobs are committed or not requested. Until that is all
@@ -117,6 +118,7 @@ class Sequence(SequenceGroup):
     """
 
     __slots__ = (
+        "adapts_drafts",
         "beam_of",
         "block_hashes",
         "capacity",
@@ -174,6 +176,7 @@ class Sequence(SequenceGroup):
         self.capacity = 0
         self.block_hashes: list[bytes] = []
         self.num_drafts = 0
+        self.adapts_drafts = False
         self.num_drafted = 0
         self.num_accepted = 0
         # The first token of a prompt has no logprob.

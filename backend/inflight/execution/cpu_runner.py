@@ -37,7 +37,7 @@ from inflight.kv.tiers.host_blocks import HostBlocks, block_parts
 from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
-from inflight.scheduling.draft_budget import StepCosts
+from inflight.scheduling.draft_budget import StepCosts, StepTimes
 from inflight_kernels.torch_ops import transformer as ops
 from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS as NO_ALLOWED_TOKENS_STATUS
 from inflight_kernels.torch_ops.sampling import NOT_FINITE as NOT_FINITE_STATUS
@@ -273,7 +273,7 @@ class CpuRunner:
         """Time steps of a few tokens of a dummy sequence in block 0."""
         tokens = [count for count in _COST_TOKENS if count <= self.block_size]
         seconds = tuple(map(self._seconds, tokens))
-        return StepCosts(tuple(tokens), seconds, self._draft_seconds(max_drafts))
+        return StepCosts(StepTimes(tuple(tokens), seconds), self._draft_seconds(max_drafts))
 
     @torch.inference_mode()
     def _draft_seconds(self, max_drafts: int) -> float:

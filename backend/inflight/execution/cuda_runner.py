@@ -43,14 +43,11 @@ from inflight.execution.drafters.drafter import DeviceDrafter, Drafter
 from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
-from inflight.execution.graph_buckets import (
-    capture_sizes,
-    prompt_key_counts,
-    row_counts,
-    verification_sizes,
-)
+from inflight.execution.graph_buckets import capture_sizes, prompt_key_counts, row_counts
 from inflight.execution.launch_recording import find_kernels
 from inflight.execution.runner import HostMemory, PendingStep
+from inflight.execution.step_timing import TimedLimits, device_seconds, measure_costs
+from inflight.execution.stream_mode import OnStream
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.budget import gpu_budget_bytes, gpu_pool_bytes, num_kv_blocks
 from inflight.kv.layout import KVTables
@@ -74,12 +71,16 @@ _FAULTS = {sampling.NOT_FINITE: NOT_FINITE, sampling.NO_ALLOWED_TOKENS: NO_ALLOW
 # Tokens per chunk: attention has kernels for few, some and many rows per chunk.
 _WARM_UP_LENGTHS = (1, 2, 8, 64)
 
-# Runs per timed step.
-_TIMINGS = 3
-
 # Blocks in a timed load from host memory.
 _TIMED_LOADS = 16
 
+
+# Sizes of steps whose buckets are remembered: in a hundred of them, one is sought for 20 us.
+_MAX_KNOWN_BUCKETS = 4096
+
+# Sampling is captured for up to so many rows: its launches take the host 50 us, as much as those of
+# a graph of all layers, and of more rows the device takes longer anyway.
+_MAX_GRAPH_SAMPLED_ROWS = 64
 
 # Drafting is captured for up to so many sequences: with more, drafting rarely pays off.
 _MAX_GRAPH_DRAFT_SEQS = 64
@@ -141,6 +142,7 @@ class CudaRunner:
         self.vocab_size = spec.vocab_size
         self.steps_ahead = 1
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._on_stream = OnStream(self._stream)
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self.drafter: DeviceDrafter | None = None
         self._host_drafter: Drafter | None = None
@@ -148,7 +150,7 @@ class CudaRunner:
             self._host_drafter = source.method.load_on_host(source)
         self.supports_host_drafts = self._host_drafter is not None
         self.step_costs: StepCosts | None = None
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self._on_stream:
             try:
                 self._steps = DeviceSteps(
                     config, checkpoint, spec, source, self._settings, progress
@@ -179,6 +181,7 @@ class CudaRunner:
         self._end_phase("kernels")
         self._measure_loads(config)
         self._graphs: dict[StepSize, _Graph] = {}
+        self._buckets: dict[StepSize, StepSize | None] = {}  # of sizes that steps had
         pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
         if pool is not None:
             self._capture_graphs(config, pool, progress)
@@ -186,21 +189,21 @@ class CudaRunner:
         self._warm_up_sampler(config, pool)
         self._end_phase("sampler")
         if self.drafter is not None:
-            self.step_costs = self._measure_costs()
+            self.step_costs = self._measure_costs(config)
             self._end_phase("costs")
 
     def launch(self, batch: Batch) -> PendingStep:
         if not batch.chunks:
-            with torch.cuda.stream(self._stream):
-                if self._host is not None:
+            if self._host is not None:
+                with self._on_stream:
                     self._host.launch(batch)
             return CompletedStep(StepOutput([], []))
         steps, size = self._steps, StepSize.of(batch)
-        bucket = next((bucket for bucket in self._graphs if bucket.fits(size)), None)
+        bucket = self._bucket_for(size)
         graph = None if bucket is None else self._graphs[bucket]
         drafts = self._host_drafts(batch)
         masks = GrammarMasks(batch, drafts.token_ids)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self._on_stream:
             if self._host is not None:
                 self._host.launch(batch)
             sent = steps.batch.send(
@@ -212,17 +215,33 @@ class CudaRunner:
                 steps.forward(size)
             if SamplerStages.MASKS in sent.stages:
                 steps.batch.send_masks(batch, masks)  # the device computes meanwhile
-            steps.sample(sent)
+            if graph is not None and graph.sample is not None and sent.is_plain:
+                graph.sample.replay()
+            else:
+                steps.sample(sent)
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ended.record()
+            ended.record(self._stream)
             if self.drafter is not None:
                 if graph is not None and graph.update is not None:
                     graph.update.replay()
                 elif self.drafter.has_update:
                     steps.update_drafter(size)
-                if sent.num_drafts:
+                if sent.num_drafts or (
+                    self.drafter.is_search
+                    and any(chunk.sequence.adapts_drafts for chunk in batch.chunks)
+                ):
                     self.drafter.draft(steps.batch, size.num_chunks, sent.num_drafts)
         return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, drafts, ended)
+
+    def _bucket_for(self, size: StepSize) -> StepSize | None:
+        """The captured size in which a step of this one runs; None if there is none."""
+        if size in self._buckets:
+            return self._buckets[size]
+        if len(self._buckets) >= _MAX_KNOWN_BUCKETS:
+            self._buckets.clear()
+        found = next((bucket for bucket in self._graphs if bucket.fits(size)), None)
+        self._buckets[size] = found
+        return found
 
     def take_stored(self) -> list[int]:
         return [] if self._host is None else self._host.take_stored()
@@ -293,7 +312,7 @@ class CudaRunner:
 
         The largest one proves that its memory is available.
         """
-        self._empty_step()
+        self._steps.batch.clear()
         limit = min(config.max_num_batched_tokens, self.kv_tables.max_tokens(self.num_blocks))
         for chunks in self._warm_up_counts(config):
             for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
@@ -314,9 +333,14 @@ class CudaRunner:
         Args:
             pool: of the graphs; None to capture none.
         """
-        self._empty_step()
+        self._steps.batch.clear()
         every = SamplerStages(sum(need.value for need in SamplerStages))
-        self._steps.sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None))
+        self._steps.sample(_submitted(StepSize(1, 1, 1, 1), every))
+        if pool is not None:
+            for size, graph in self._graphs.items():
+                if size.num_rows == size.num_tokens <= _MAX_GRAPH_SAMPLED_ROWS:
+                    plain = _submitted(size, SamplerStages.NONE)
+                    graph.sample = capture_graph(pool, self._steps.sample, plain)
         if self.drafter is not None:
             for chunks in self._warm_up_counts(config):
                 self.drafter.draft(self._steps.batch, chunks, self._max_drafts)
@@ -329,13 +353,6 @@ class CudaRunner:
         """Numbers of chunks to warm up with."""
         most = config.max_num_seqs
         return sorted({1, min(2, most), most})
-
-    def _empty_step(self) -> None:
-        """Submit a step without chunks, which reads and writes no block."""
-        batch = self._steps.batch
-        batch.step.buffer.zero_()
-        for table in batch.state.by_table:
-            table.slot_mapping.fill_(-1)
 
     def _capture_graphs(
         self, config: EngineConfig, pool: Any, progress: Callable[[str, float], None]
@@ -366,31 +383,25 @@ class CudaRunner:
             progress("graphs", count / len(sizes))
         self._graphs = {size: found[size] for size in sizes}
 
-    def _measure_costs(self) -> StepCosts:
-        """Time a verification step of each size, on dummy tokens."""
+    def _measure_costs(self, config: EngineConfig) -> StepCosts:
+        """Time steps with and without drafts, on dummy sequences."""
         drafter = self.drafter
         assert drafter is not None
-        self._empty_step()
-        sizes = verification_sizes(self._max_rows, self._max_drafts)
-        sizes = sizes or [StepSize(1, 1, 1, 1)]  # steps of one token, with no room for drafts
-        seconds = []
-        for size in sizes:
+
+        def run(size: StepSize) -> None:
             graph = self._graphs.get(size)
+            if graph is None:
+                self._steps.forward(size)
+                self._steps.update_drafter(size)
+                return
+            graph.step.replay()
+            if graph.update is not None:
+                graph.update.replay()
 
-            def step(graph: _Graph | None = graph, size: StepSize = size) -> None:
-                if graph is None:
-                    self._steps.forward(size)
-                    self._steps.update_drafter(size)
-                else:
-                    graph.step.replay()
-                    if graph.update is not None:
-                        graph.update.replay()
-
-            seconds.append(self._seconds(step))
-        most = self._max_drafts
-        drafting = self._seconds(lambda: drafter.draft(self._steps.batch, 1, most)) / most
-        counts = [size.num_rows for size in sizes]
-        return StepCosts((1, *counts), (seconds[0], *seconds), drafting)
+        limits = TimedLimits(
+            config.max_num_seqs, self._max_rows, self._max_drafts, self._settings.max_len
+        )
+        return measure_costs(self._steps.batch, drafter, run, limits)
 
     def _measure_loads(self, config: EngineConfig) -> None:
         """Find out how long a prefix must be for its blocks to be loaded, not computed."""
@@ -401,14 +412,14 @@ class CudaRunner:
         host.blocks.memory[0] = 0  # never NaN in a block of the pool
         loads = [Load(0, block) for block in range(count)]
         first, every = (
-            self._seconds(partial(host.launch, Batch([], loads=some, reads_loads=True)))
+            device_seconds(partial(host.launch, Batch([], loads=some, reads_loads=True)))
             for some in (loads[:1], loads)
         )
         num_tokens = min(config.max_num_batched_tokens, self.kv_tables.max_tokens(self.num_blocks))
-        self._empty_step()
+        self._steps.batch.clear()
         prompt_keys = prompt_key_counts(self._steps.model.settings.quantized_kv)[-1]
         step = StepSize(num_tokens, 1, 1, num_tokens, prompt_keys)
-        computing = self._seconds(partial(self._steps.forward, step)) / num_tokens
+        computing = device_seconds(partial(self._steps.forward, step)) / num_tokens
         loading = every / count / min(self.kv_tables.spans)
         if loading < computing:
             min_tokens = 1 + int(first / (computing - loading))
@@ -422,19 +433,6 @@ class CudaRunner:
             )
         self.host_memory = dataclasses.replace(memory, min_tokens=min_tokens)
 
-    def _seconds(self, call: Callable[[], None]) -> float:
-        """Device time of a call, the minimum of a few runs."""
-        times = []
-        for _ in range(_TIMINGS):
-            started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            started.record()
-            call()
-            ended.record()
-            ended.synchronize()
-            times.append(float(started.elapsed_time(ended)) * 1e-3)
-        return min(times)
-
     def _end_phase(self, phase: str) -> None:
         now = time.perf_counter()
         self.timings[phase] = now - self._clock
@@ -447,11 +445,18 @@ class _Graph:
 
     Attributes:
         step: up to the logits.
+        sample: sampling of all its rows without optional stages; None if it is not captured.
         update: the drafter's work after sampling; None if there is none.
     """
 
     step: torch.cuda.CUDAGraph
+    sample: torch.cuda.CUDAGraph | None = None
     update: torch.cuda.CUDAGraph | None = None
+
+
+def _submitted(size: StepSize, stages: SamplerStages) -> SubmittedStep:
+    """A step without sequences, for launches of the sampler."""
+    return SubmittedStep(size, [0] * (size.num_chunks + 1), 0, stages, 0, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,6 +528,8 @@ class _PendingCudaStep:
         num_proposed = self._drafts.num_found.get(index, chosen.num_proposed)
         if num_proposed != NOT_DRAFTED:
             output.num_proposed[index] = num_proposed
+            if chosen.would_accept:
+                output.would_accept.add(index)
         # Token 0, which stands for a missing draft, may be accepted like one.
         verified = max(min(num_drafts, num_proposed), len(chosen.token_ids) - 1)
         if verified > 0:

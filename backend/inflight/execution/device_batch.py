@@ -123,6 +123,11 @@ class SubmittedStep:
     logit_bias: sampling.LogitBias | None
     bans: tuple[Tensor, Tensor] | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether sampling has no optional stages, and no adjustments."""
+        return self.stages is SamplerStages.NONE and self.logit_bias is None and self.bans is None
+
 
 class SampledTokens(NamedTuple):
     """The sampled tokens of one chunk: the accepted drafts, and the token after them.
@@ -134,6 +139,7 @@ class SampledTokens(NamedTuple):
     logprobs: list[float]
     status: int  # of the last one
     num_proposed: int  # drafts that the device had for the step; NOT_DRAFTED if it drafted none
+    would_accept: bool  # the last token is its first draft without a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +210,7 @@ class DeviceBatch:
         self._host: list[_Ints] = [buffer.numpy() for buffer in self._pinned]
         self._results: _Ints = self.state.results.numpy()
         self._offsets = self._layout.offsets
+        self._nothing = self.step.buffer[:0]
         self._residents: dict[int, _Resident] = {}
         self._free = list(range(max_num_seqs))
         self._ring_index = 0
@@ -233,6 +240,9 @@ class DeviceBatch:
         end, row_start = self._write_step(batch, num_chunks, host, changes, drafts)
         views: list[Tensor] = []
         for values in changes.arrays():
+            if not values:  # most of them, in most steps; a slice is half of a launch
+                views.append(self._nothing)
+                continue
             view = slice(end, end + len(values))
             if view.stop <= len(host):
                 host[view] = values
@@ -244,11 +254,13 @@ class DeviceBatch:
         batch_state.upload(pinned[:end], self.step.buffer[:end], pdl=True)
         places, blocks, slots, row_params, bias_ids, biases, history_places, history = views[:8]
         ban_rows, ban_ids = views[8:]
-        batch_state.write_tables(places, blocks, self.state.all_tables)
-        batch_state.write_row_params(
-            slots, row_params.view(-1, _ROW_PARAMS_WORDS), self.state.row_params
-        )
-        if self.state.history is not None:
+        if changes.places:
+            batch_state.write_tables(places, blocks, self.state.all_tables)
+        if changes.slots:
+            batch_state.write_row_params(
+                slots, row_params.view(-1, _ROW_PARAMS_WORDS), self.state.row_params
+            )
+        if self.state.history is not None and changes.history:
             batch_state.write_tables(history_places, history, self.state.history)
         for first in range(0, len(batch.copies), cache.MAX_PAIRS):
             pairs = batch.copies[first : first + cache.MAX_PAIRS]
@@ -256,7 +268,7 @@ class DeviceBatch:
             for kv_cache in kv_caches:
                 cache.copy_blocks(kv_cache, sources, targets)
         logit_bias = None
-        if len(bias_ids):
+        if changes.bias_ids:
             starts = self.step.bias_starts[: size.num_rows + 1]
             logit_bias = sampling.LogitBias(starts, bias_ids, biases.view(torch.float32))
         return SubmittedStep(
@@ -266,8 +278,40 @@ class DeviceBatch:
             changes.stages,
             changes.num_drafts,
             logit_bias,
-            (ban_rows.long(), ban_ids.long()) if len(ban_rows) else None,
+            (ban_rows.long(), ban_ids.long()) if changes.ban_rows else None,
         )
+
+    def clear(self) -> None:
+        """Submit a step without chunks, which reads and writes no block."""
+        self.step.buffer.zero_()
+        for table in self.state.by_table:
+            table.slot_mapping.fill_(-1)
+
+    def send_dummies(self, count: int, num_tokens: int, start: int) -> None:
+        """Submit a step for timing, in which nothing is sampled and all blocks are block 0.
+
+        Args:
+            count: sequences.
+            num_tokens: of each, as many rows.
+            start: position of the first of them.
+        """
+        total = count * num_tokens
+        ends = [*range(0, total, num_tokens), total]
+        arrays = {
+            "header": [count, 0, total, total],
+            "slots": [*range(count)],
+            "sample_slots": [-1] * count,
+            "starts": [start] * count,
+            "query_start": ends + [total] * (self._layout.max_rows - count),  # no other chunks
+            "row_start": ends,
+            "given": [-1] * total,
+            "tokens": [0] * total,
+        }
+        host = torch.zeros(self._layout.size, dtype=torch.int32)
+        for name, values in arrays.items():
+            first, _ = self._offsets[name]
+            host[first : first + len(values)] = torch.tensor(values, dtype=torch.int32)
+        self.step.buffer.copy_(host)
 
     def penalties(self, num_rows: int) -> sampling.PenaltyState:
         """Token statistics for the penalties of a step's first rows."""
@@ -307,19 +351,25 @@ class DeviceBatch:
 
     def results(self, batch: Batch, sent: SubmittedStep) -> list[SampledTokens]:
         """The sampled tokens of each chunk of a completed step."""
-        tokens, logprobs, statuses, counts, proposed = self._results[sent.ring_index]
+        tokens, logprobs, statuses, counts, proposed, following = self._results[sent.ring_index]
         num_rows, num_chunks = sent.size.num_rows, sent.size.num_chunks
         all_tokens = tokens[:num_rows].tolist()
         all_logprobs = logprobs[:num_rows].view(np.float32).tolist()
         all_statuses = statuses[:num_rows].tolist()
-        all_proposed = [NOT_DRAFTED] * num_chunks
+        all_proposed, all_following = [NOT_DRAFTED] * num_chunks, [0] * num_chunks
         if self.state.drafts.shape[1]:
             all_proposed = proposed[:num_chunks].tolist()
+            all_following = following[:num_chunks].tolist()
         found = []
         places = zip(
-            batch.chunks, sent.row_start, counts[:num_chunks].tolist(), all_proposed, strict=False
+            batch.chunks,
+            sent.row_start,
+            counts[:num_chunks].tolist(),
+            all_proposed,
+            all_following,
+            strict=False,
         )
-        for chunk, first_row, count, num_proposed in places:
+        for chunk, first_row, count, num_proposed, would_accept in places:
             first = first_row + chunk.num_scores
             end = first + count
             status = all_statuses[end - 1] if count else sampling.OK
@@ -329,6 +379,7 @@ class DeviceBatch:
                     all_logprobs[first:end],
                     status,
                     num_proposed if count else NOT_DRAFTED,
+                    bool(would_accept and count),
                 )
             )
         return found
@@ -479,6 +530,8 @@ class DeviceBatch:
         if self.state.drafts.shape[1]:
             # The slot's former sequence may have left some.
             self.state.drafts[resident.slot].fill_(NOT_DRAFTED)
+        if self.state.copies is not None:
+            self.state.copies[resident.slot].fill_(-1)
         if self.state.history is not None:
             length = self.state.history.shape[1]
             known = sequence.token_ids[:length]

@@ -67,11 +67,14 @@ def capture_sizes(
 
 
 def verification_sizes(max_rows: int, max_drafts: int) -> list[StepSize]:
-    """Sizes of the verification steps to capture: every token has a row."""
+    """Sizes of the verification steps to capture, those of one sequence first: every token has a
+    row."""
     if not max_drafts:
         return []
+    longest = min(1 + max_drafts, max_rows)
+    of_one = [StepSize(count, 1, count, count) for count in row_counts(longest) if count > 1]
     counts = [count for count in row_counts(max_rows) if count > 1]
-    return [StepSize(count, count, count, 1 + max_drafts) for count in counts]
+    return of_one + [StepSize(count, count, count, min(count, longest)) for count in counts]
 
 
 def row_counts(most: int) -> list[int]:

@@ -5,10 +5,13 @@ more per accepted draft. Whether that is faster depends on the sequence's accept
 batch size: a step of a few rows is bound by reading the weights, so drafts are nearly free; at
 hundreds of rows every row costs.
 
+A draft is accepted only after all those before it, and a text that repeats goes on repeating: the
+first draft of a step has an acceptance rate of its own, and the later ones another.
+
 A runner that works ahead schedules a step's drafts before the drafter has looked for them, and may
-then compute rows for nothing. It reports how many drafts a sequence had, and as a text that repeats
-goes on repeating, that is the forecast: at most one more than twice as many are scheduled, and
-where there were none, the rate is one of its own.
+then compute rows for nothing. It reports how many drafts a sequence had, and that is the forecast:
+where there were none, the first draft has one more rate; where there were fewer than scheduled, at
+most one more than twice as many are scheduled next.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import AUTO_DRAFTS
@@ -45,19 +50,64 @@ _MANY = 32
 _STEPS_BETWEEN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Step times of a runner, measured when it starts.
+class StepTimes(NamedTuple):
+    """Times of steps by their size.
 
     Attributes:
-        tokens: numbers of tokens of the verification steps timed; ascending.
-        seconds: time of a step with that many tokens, with short contexts.
-        draft_seconds: time of drafting one token for every sequence.
+        tokens: numbers of tokens of the steps timed; ascending.
+        seconds: time of each of these steps.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    def of(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Times of steps of these sizes: beyond the largest one timed in proportion, which is an
+        upper bound."""
+        found = np.interp(num_tokens, self.tokens, self.seconds)
+        beyond = num_tokens > self.tokens[-1]
+        found[beyond] = self.seconds[-1] * num_tokens[beyond] / self.tokens[-1]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Step times of a runner, measured when it starts, with short contexts.
+
+    Attributes:
+        verifying: of steps with drafts.
+        draft_seconds: time of drafting one more token for every sequence.
+        verifying_one: of steps with drafts of one sequence alone; None if they take no less.
+        plain: of steps without drafts; None if they take as long as others of their size. With
+            more sequences than timed they do.
+    """
+
+    verifying: StepTimes
     draft_seconds: float = 0.0
+    verifying_one: StepTimes | None = None
+    plain: StepTimes | None = None
+
+    def seconds(self, num_running: int, num_drafts: int) -> npt.NDArray[np.float64]:
+        """Times of the steps of so many sequences with 0 to num_drafts drafts in total."""
+        times = self.verifying
+        if num_running == 1 and self.verifying_one is not None:
+            times = self.verifying_one
+        found = times.of(num_running + np.arange(1 + num_drafts))
+        if self.plain is not None and num_running <= self.plain.tokens[-1]:
+            found[:1] = self.plain.of(np.array([num_running]))
+        return found
+
+
+class Rates(NamedTuple):
+    """Estimates of a sequence's acceptance rates.
+
+    Attributes:
+        first: of the first draft of a step.
+        later: of a draft after accepted ones.
+    """
+
+    first: float
+    later: float
 
 
 class _Rate:
@@ -77,28 +127,81 @@ class _Rate:
         self.value = (self.right + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
 
 
+class _SharedRate:
+    """The acceptance rate of all sequences, which new ones begin with."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = _FIRST_GUESS
+
+    def observe(self, right: int, tried: int) -> None:
+        """Drafts of a sequence in a step, of which at most the last one was rejected."""
+        for is_right in [True] * right + [False] * (tried - right):
+            self.value = _SHARED_MEMORY * self.value + (1.0 - _SHARED_MEMORY) * is_right
+
+    def fade(self) -> None:
+        """Drift back, so that drafting is tried again."""
+        self.value += (1.0 - _SHARED_FADING) * (_FIRST_GUESS - self.value)
+
+
+class _SharedRates:
+    """Those of the first draft, where the forecast is no drafts and otherwise, and of later ones.
+
+    Attributes:
+        all: of these three.
+    """
+
+    __slots__ = ("all", "first", "later")
+
+    def __init__(self) -> None:
+        self.first = [_SharedRate(), _SharedRate()]
+        self.later = _SharedRate()
+        self.all = (*self.first, self.later)
+
+
 class _Acceptance:
     """A sequence's acceptance rates, and how many drafts it had.
 
     Attributes:
         sequence: its sequence.
-        rates: where the forecast is no drafts, and otherwise.
+        first, later: as `_SharedRates`.
         num_proposed: drafts that it had for the last two steps of which that was reported.
+        most: drafts of the next step at most.
     """
 
-    __slots__ = ("num_proposed", "rates", "sequence")
+    __slots__ = ("_shared", "first", "later", "most", "num_proposed", "sequence")
 
-    def __init__(self, sequence: Sequence, priors: list[float]) -> None:
+    def __init__(self, sequence: Sequence, shared: _SharedRates) -> None:
         self.sequence = sequence
-        self.rates = [_Rate(prior) for prior in priors]
+        self._shared = shared
+        self.first = [_Rate(one.value) for one in shared.first]
+        self.later = _Rate(shared.later.value)
         self.num_proposed: deque[int] = deque(maxlen=_STEPS_TO_REPORT)
+        self.most = _NO_LIMIT
 
-    def forecast(self) -> tuple[float, int]:
-        """Acceptance rate of the next step, and its number of drafts at most."""
-        if not self.num_proposed:
-            return self.rates[True].value, _NO_LIMIT
-        last = self.num_proposed[-1]
-        return self.rates[last > 0].value, 1 + 2 * last
+    def rates(self) -> Rates:
+        """Those of the next step."""
+        has_drafts = not self.num_proposed or self.num_proposed[-1] > 0
+        return Rates(self.first[has_drafts].value, self.later.value)
+
+    def report(self, num_proposed: int, num_scheduled: int) -> None:
+        """So many drafts were scheduled, and the sequence had so many."""
+        self.num_proposed.append(num_proposed)
+        fell_short = 0 < num_proposed < num_scheduled
+        self.most = 1 + 2 * num_proposed if fell_short else _NO_LIMIT
+
+    def observe(self, forecast: bool, right: int, drafted: int) -> None:
+        """Of `drafted` drafts the first `right` ones were accepted, where any were forecast or
+        not. Those after the first rejected one tell nothing."""
+        tried = min(right + 1, drafted)
+        shared = self._shared
+        for rate, of_all, num_right, num_tried in (
+            (self.first[forecast], shared.first[forecast], min(right, 1), min(tried, 1)),
+            (self.later, shared.later, max(right - 1, 0), max(tried - 1, 0)),
+        ):
+            rate.observe(num_right, num_tried, of_all.value)
+            of_all.observe(num_right, num_tried)
 
     def had_forecast(self) -> bool:
         """Whether drafts were forecast when the step that is observed now was planned."""
@@ -124,7 +227,9 @@ class DraftBudget:
         self._default = default
         self._host_drafts = host_drafts
         self._acceptance: dict[int, _Acceptance] = {}
-        self._shared_rates = [_FIRST_GUESS, _FIRST_GUESS]  # as in _Acceptance
+        self._seconds: dict[int, npt.NDArray[np.float64]] = {}  # by running sequences
+        self._seconds_of_one: list[float] = costs.seconds(1, max_drafts).tolist()
+        self._shared_rates = _SharedRates()
         self._planned_for = -1
         self._steps_since = 0
 
@@ -135,7 +240,8 @@ class DraftBudget:
             wanted = self._default
         if sequence.needs_committed_tokens and not self._host_drafts:
             wanted = 0
-        if wanted == AUTO_DRAFTS:
+        sequence.adapts_drafts = wanted == AUTO_DRAFTS
+        if sequence.adapts_drafts:
             self._acceptance[sequence.request_id] = _Acceptance(sequence, self._shared_rates)
         else:
             sequence.num_drafts = min(wanted, self._max_drafts)
@@ -152,17 +258,17 @@ class DraftBudget:
                 continue
             drafted = output.num_drafted.get(index, 0)
             forecast = acceptance.had_forecast()
-            if index in output.num_proposed:
-                acceptance.num_proposed.append(output.num_proposed[index])
-                drafted = chunk.num_drafts  # rows without a draft are rejected, and cost as much
-            right = len(output.token_ids[index]) - 1 if drafted else 0
-            # Drafts after the first rejected one tell nothing about the rate.
-            tried = min(right + 1, drafted) if drafted else 0
-            shared = self._shared_rates
-            acceptance.rates[forecast].observe(right, tried, shared[forecast])
-            for is_right in [True] * right + [False] * (tried - right):
-                memory = _SHARED_MEMORY
-                shared[forecast] = memory * shared[forecast] + (1.0 - memory) * is_right
+            num_proposed = output.num_proposed.get(index)
+            if num_proposed is not None:
+                acceptance.report(num_proposed, chunk.num_drafts)
+                # Rows without a draft are rejected, and cost as much. Of a sequence without any,
+                # the report says what would have become of the first.
+                drafted = max(1, chunk.num_drafts)
+            if chunk.num_drafts or num_proposed is None:
+                right = len(output.token_ids[index]) - 1 if drafted else 0
+            else:
+                right = int(index in output.would_accept)
+            acceptance.observe(forecast, right, drafted)
 
     def plan(self, running: Collection[SequenceGroup]) -> None:
         """Set each sequence's number of drafts before a step is scheduled."""
@@ -178,50 +284,70 @@ class DraftBudget:
             for one in running
             if one.request_id in self._acceptance
         ]
-        forecasts = [one.forecast() for one in ours]
-        rates, limits = [rate for rate, _ in forecasts], [limit for _, limit in forecasts]
-        counts = self.best_counts(rates, len(running), limits)
+        counts = self.best_counts(
+            [one.rates() for one in ours], len(running), [one.most for one in ours]
+        )
         for one, count in zip(ours, counts, strict=True):
             one.sequence.num_drafts = count
-        if not any(counts):  # drift back, so that drafting is tried again
-            self._shared_rates = [
-                rate + (1.0 - _SHARED_FADING) * (_FIRST_GUESS - rate) for rate in self._shared_rates
-            ]
+        if not any(counts):
+            for rate in self._shared_rates.all:
+                rate.fade()
 
     def best_counts(
         self,
-        rates: Iterable[float],
+        rates: Iterable[Rates],
         num_running: int,
         limits: Sequence_[int] | None = None,
     ) -> list[int]:
         """Numbers of drafts for sequences with these acceptance rates.
 
-        The j-th draft of a sequence is accepted with probability rate ** j. Drafts are added in
-        descending order of that probability, as long as tokens per second rise.
+        The j-th draft of a sequence is accepted with probability first * later ** (j - 1). Drafts
+        are added in descending order of that probability, as long as tokens per second rise.
 
         Args:
             rates: of each sequence.
             num_running: sequences in the batch, with those that cannot have drafts.
             limits: maximum drafts of each; None for none but the setting's.
         """
-        worth = np.array(list(rates))[:, np.newaxis] ** np.arange(1, self._max_drafts + 1)
-        if not worth.size:
+        all_rates = [*rates]
+        if not all_rates:
             return []
+        if num_running == 1:
+            return [self._best_count(all_rates[0], limits[0] if limits else _NO_LIMIT)]
+        pairs = np.array(all_rates)
+        worth = pairs[:, :1] * pairs[:, 1:] ** np.arange(self._max_drafts)
         most = np.array(limits or [_NO_LIMIT] * len(worth))
         worth[np.arange(self._max_drafts) >= most[:, np.newaxis]] = 0.0
         order = np.argsort(-worth, axis=None, kind="stable")
         gained = np.concatenate([[0.0], np.cumsum(worth.ravel()[order])])
         depth = np.maximum.accumulate(order % self._max_drafts + 1)
         passes = np.concatenate([[0], depth])
-        tokens = num_running + np.arange(len(gained))
-        costs = self._costs
-        seconds = np.interp(tokens, costs.tokens, costs.seconds)
-        beyond = tokens > costs.tokens[-1]  # extrapolated in proportion, an upper bound
-        seconds[beyond] = costs.seconds[-1] * tokens[beyond] / costs.tokens[-1]
-        rate = (num_running + gained) / (seconds + passes * costs.draft_seconds)
+        seconds = self._step_seconds(num_running, len(order))
+        rate = (num_running + gained) / (seconds + passes * self._costs.draft_seconds)
         best = int(np.argmax(rate))
         if rate[best] < _MIN_GAIN * rate[0]:
             best = 0
         counts = np.zeros(len(worth), np.int64)
         np.add.at(counts, order[:best] // self._max_drafts, 1)
         return [int(count) for count in np.minimum(counts, most)]
+
+    def _best_count(self, rates: Rates, limit: int) -> int:
+        """That of a sequence alone: the same, in a fifth of the time."""
+        seconds, draft_seconds = self._seconds_of_one, self._costs.draft_seconds
+        best, best_rate = 0, _MIN_GAIN / seconds[0]
+        tokens, worth = 1.0, rates.first
+        for count in range(1, min(self._max_drafts, limit) + 1):
+            tokens += worth
+            worth *= rates.later
+            rate = tokens / (seconds[count] + count * draft_seconds)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def _step_seconds(self, num_running: int, num_drafts: int) -> npt.NDArray[np.float64]:
+        """As `StepCosts.seconds`, which takes as long as the rest of a plan for one sequence."""
+        found = self._seconds.get(num_running)
+        if found is None:
+            found = self._costs.seconds(num_running, num_running * self._max_drafts)
+            self._seconds[num_running] = found
+        return found[: 1 + num_drafts]

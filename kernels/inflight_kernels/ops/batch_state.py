@@ -24,10 +24,11 @@ FROM_DEVICE = -1
 """In a step, a value that only the device knows: a chunk's first token, which is its sequence's
 last one; a later token, which is a draft; a chunk's start, the position of the first token."""
 
-RESULT_ROWS = 5
+RESULT_ROWS = 6
 """Rows that `end_step` writes: token, logprob (bits of a float32) and status of each accepted row;
 the number of accepted rows of each chunk; and, with K > 0, the number of drafts that its sequence
-had for the step, or NOT_DRAFTED if nothing has drafted for it."""
+had for the step, or NOT_DRAFTED if nothing has drafted for it, and 1 if the chunk's last token is
+the draft after those that it verified, else 0."""
 
 NOT_DRAFTED = -1
 """In `BatchState.drafts`, the value of all drafts of a sequence until a drafter writes them."""
@@ -141,6 +142,8 @@ class BatchState:
         row_params: [slots, ROW_PARAMS words] int32, sampling parameters.
         history: [slots, length] int32, tokens of the sequences up to the last one; None if no
             drafter needs it.
+        copies: [slots, 2] int32, where drafts from the history came from (`draft_ngram`); negative
+            for a new sequence. None without a history.
         token_ids, positions: [T] int64, of the step.
         seq_lens: [N] int32, tokens in the KV cache after the step; 0 past the chunks.
         sample_rows: [N] int64, the tokens whose next token is sampled or given.
@@ -180,8 +183,10 @@ class BatchState:
         self.drafts = empty(num_slots, num_drafts, dtype=torch.int32).fill_(NOT_DRAFTED)
         self.row_params = empty(num_slots, words, dtype=torch.int32)
         self.history: Tensor | None = None
+        self.copies: Tensor | None = None
         if history_length:
             self.history = empty(num_slots, history_length, dtype=torch.int32)
+            self.copies = empty(num_slots, 2, dtype=torch.int32).fill_(-1)
         self.token_ids = empty(tokens)
         self.positions = empty(tokens)
         self.seq_lens = empty(rows, dtype=torch.int32)

@@ -30,13 +30,14 @@ def draft_ngram(
     min_match: int,
     *,
     per_match: int = 0,
+    copies: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """drafts[slot] = the tokens after the latest earlier occurrence of the sequence's last tokens.
+    """drafts[slot] = the tokens after an earlier occurrence of the sequence's last tokens.
 
-    The longest match wins, up to max_match tokens, and among equally long ones the latest. Drafts
-    beyond the end repeat the continuation. Without a match of min_match tokens all drafts are
-    NO_DRAFT. See `torch_ops.drafting.latest_match`.
+    The longest match wins, up to max_match tokens, and among equally long ones the latest, or the
+    first that resumes a copy. Drafts beyond the end repeat the continuation. Without a match all
+    drafts are NO_DRAFT. See `torch_ops.drafting.find_match`.
 
     Args:
         slots: [n] int32, sequences to draft for; negative ones are skipped.
@@ -46,6 +47,9 @@ def draft_ngram(
         max_match, min_match: tokens that must match, at least 1.
         per_match: drafts at most for each token that matches; the others are NO_DRAFT. 0 for no
             such limit.
+        copies: [slots, 2] int32, the source of each sequence's last drafts after a match: where it
+            begins, and the position of the last token at that time. Negative for none; updated.
+            None to resume no copy.
         pdl: see `Kernel`.
 
     Raises:
@@ -53,6 +57,8 @@ def draft_ngram(
     """
     (n,) = slots.shape
     num_slots, width = history.shape
+    if copies is not None:
+        check("copies", copies, (num_slots, 2), torch.int32, vectors=False)
     check("slots", slots, (n,), torch.int32, vectors=False)
     check("last_positions", last_positions, (num_slots,), torch.int32, vectors=False)
     check("history", history, (num_slots, width), torch.int32, vectors=False)
@@ -72,6 +78,7 @@ def draft_ngram(
             max_match,
             min_match,
             per_match,
+            0 if copies is None else copies,
             pdl=pdl,
         )
 

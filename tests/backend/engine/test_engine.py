@@ -14,7 +14,7 @@ from inflight.core.request import FinishReason
 from inflight.engine.engine import Engine, generate
 from inflight.engine.pipeline import MAX_CONSECUTIVE_FAILURES
 from inflight.errors import CapacityError, RequestError
-from inflight.scheduling.draft_budget import StepCosts
+from inflight.scheduling.draft_budget import StepCosts, StepTimes
 
 
 def test_generate_returns_ids_by_request():
@@ -231,7 +231,7 @@ def test_a_direct_request_needs_no_acknowledgement():
 
 def drafting_engine(steps_ahead: int, default: int | str = 3, vocab_size: int = 3) -> Engine:
     runner = PagedRunner(steps_ahead=steps_ahead, vocab_size=vocab_size)
-    runner.step_costs = StepCosts((1, 64), (1.0, 1.1))
+    runner.step_costs = StepCosts(StepTimes((1, 64), (1.0, 1.1)))
 
     def draft(token_ids: list[int], count: int) -> list[int]:
         """Right, but for one in seven."""

@@ -35,6 +35,7 @@ from inflight.errors import ConfigError
 from inflight.execution import cuda_runner, launch_recording
 from inflight.execution import factory as runners
 from inflight.execution.cuda_runner import CudaRunner
+from inflight.execution.device_batch import SamplerStages, SubmittedStep
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.launch_recording import find_kernels
 from inflight.models.decoder_cuda import DecoderSettings
@@ -83,10 +84,10 @@ def test_steps_with_prompts_are_replayed(
 ) -> None:
     host_kernels.install(monkeypatch)
     checkpoint = tiny.write_llama(tmp_path, head_dim=64)
-    replayed: list[StepSize] = []
+    replayed: list[StepSize | SubmittedStep] = []
 
     class Counted(host_kernels.Recorded):
-        def __init__(self, pool: object, launch: Any, size: StepSize) -> None:
+        def __init__(self, pool: object, launch: Any, size: StepSize | SubmittedStep) -> None:
             def counting() -> None:
                 replayed.append(size)
                 launch(size)
@@ -115,9 +116,11 @@ def test_steps_with_prompts_are_replayed(
     tiny.step(runner, [tiny.next_chunk(first), tiny.next_chunk(second)])
     tiny.step(runner, [tiny.next_chunk(sequence) for sequence in (first, second, *long)])
     tiny.step(runner, [tiny.next_chunk(sequence) for sequence in sequences])
-    expected = [StepSize(64, 1, 1, 64), StepSize(96, 8, 8, 96)]
-    expected += [StepSize(640, 8, 8, 640), StepSize(8, 8, 8, 1)]
-    assert replayed == (expected if cuda_graphs else [])
+    decode = StepSize(8, 8, 8, 1)
+    expected = [StepSize(64, 1, 1, 64), StepSize(96, 8, 8, 96), StepSize(640, 8, 8, 640), decode]
+    # Where each token has a row, so is sampling.
+    sampled = cuda_runner._submitted(decode, SamplerStages.NONE)
+    assert replayed == ([*expected, sampled] if cuda_graphs else [])
     on_cpu = runners.build(
         EngineConfig(model=str(checkpoint.path), num_blocks=80, num_threads=1),
         checkpoint,

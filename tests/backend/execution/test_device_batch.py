@@ -32,7 +32,7 @@ from inflight.execution.device_batch import (
 )
 from inflight.kv.layout import KVTable, KVTables
 from inflight.sampling.params import SamplingParams
-from inflight.scheduling.draft_budget import StepCosts
+from inflight.scheduling.draft_budget import StepCosts, StepTimes
 from inflight_kernels.ops import sampling
 from inflight_kernels.ops.batch_state import FROM_DEVICE
 from thinned import thinned
@@ -85,7 +85,7 @@ class CheckingRunner:
         self.vocab_size = VOCAB_SIZE
         self.max_rows = max_num_seqs + MAX_DRAFTS * max_num_seqs
         self.steps_ahead = steps_ahead
-        self.step_costs = StepCosts((1, 64), (1.0, 1.0))
+        self.step_costs = StepCosts(StepTimes((1, 64), (1.0, 1.0)))
         self.supports_host_drafts = True
         self.host_memory = None
         limits = BatchLimits(

@@ -44,9 +44,26 @@ def test_steps_that_verify_drafts_are_recorded_as_such(
 ) -> None:
     rest = data.draw(st.integers(0, MAX_ROWS - num_chunks))
     num_tokens = num_chunks + min(rest, num_chunks * longest)
-    bucket = bucket_for(StepSize(num_tokens, num_chunks, num_tokens, 1 + longest))
+    bucket = bucket_for(StepSize(num_tokens, num_chunks, num_tokens, min(num_tokens, 1 + longest)))
     assert bucket is not None
-    assert bucket.max_q_len == 1 + MAX_DRAFTS
+    assert bucket.num_rows == bucket.num_tokens
+    if num_chunks > 1:
+        assert bucket.max_q_len == min(bucket.num_tokens, 1 + MAX_DRAFTS)
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "num_tokens"), [(1, 2), (2, 4), (3, 4), (4, 6), (MAX_DRAFTS, 6)]
+)
+def test_drafts_of_one_sequence_have_sizes_of_one_chunk(num_drafts: int, num_tokens: int) -> None:
+    """Attention of a chunk of few tokens is faster than that of any chunks of as many."""
+    length = 1 + num_drafts
+    bucket = bucket_for(StepSize(length, 1, length, length))
+    assert bucket == StepSize(num_tokens, 1, num_tokens, num_tokens)
+
+
+def test_no_chunk_is_recorded_that_is_longer_than_a_step() -> None:
+    for size in capture_sizes(1, 3, 8, 3, SMALL_LAYER):
+        assert size.max_q_len <= size.num_tokens <= 3
 
 
 @given(st.integers(1, 2048))

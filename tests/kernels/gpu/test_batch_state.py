@@ -323,6 +323,32 @@ def test_the_number_of_proposed_drafts_is_reported(
     assert state.results[2, 4, 0] == num_proposed
 
 
+@pytest.mark.parametrize(
+    ("chosen", "would_accept"),
+    [
+        ([11], True),
+        ([12], False),
+        ([11, 12, 13], True),
+        ([11, 12, 99], False),
+        ([11, 99, 13], False),  # that draft had a row, and was rejected
+        ([11, 12, 13, 14, 15, 16], False),  # all drafts had
+    ],
+)
+def test_a_step_reports_whether_its_next_draft_was_right(
+    chosen: list[int], would_accept: bool
+) -> None:
+    state = make_state()
+    state.drafts[6] = torch.tensor([11, 12, 13, 14, 15])
+    count = len(chosen)
+    step, _ = send([Part(6, None, count, True, count - 1)])
+    begin_step(step, state, 1, BLOCK_SIZE)
+    state.statuses.zero_()
+    state.chosen[:count] = torch.tensor(chosen)
+    end_step(step, state, 1)
+    torch.cuda.synchronize()
+    assert bool(state.results[2, 5, 0]) == would_accept
+
+
 def test_no_row_after_a_failed_one_is_accepted() -> None:
     state = make_state()
     state.drafts[6] = torch.tensor([11, 12, 13, 14, 15])

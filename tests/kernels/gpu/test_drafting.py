@@ -16,7 +16,7 @@ from inflight_kernels.ops.drafting import (
     next_tokens,
 )
 from inflight_kernels.ops.sampling import NOT_FINITE, OK, ROW_PARAMS
-from inflight_kernels.torch_ops.drafting import latest_match
+from inflight_kernels.torch_ops.drafting import RESUME_TOKENS, Copy, propose
 
 pytestmark = pytest.mark.gpu
 
@@ -40,10 +40,54 @@ def test_drafts_are_those_of_the_definition(
     draft_ngram(slots, last, on_device, drafts, max_match, min_match, per_match=per_match)
     for slot, length in enumerate(lengths):
         tokens = history[slot, :length].astype(np.int64)
-        expected = latest_match(tokens, max_match, min_match, num_drafts, per_match)
+        expected, _ = propose(tokens, max_match, min_match, num_drafts, per_match=per_match)
         expected += [NO_DRAFT] * (num_drafts - len(expected))
         assert drafts[slot].tolist() == expected, f"{length} tokens"
     assert drafts[-1].tolist() == [POISON] * num_drafts, "rows of no sequence"
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 50])
+@pytest.mark.parametrize(("max_match", "min_match"), [(4, 2), (32, 2), (4, 4)])
+def test_copies_are_resumed_as_by_the_definition(
+    vocab_size: int, max_match: int, min_match: int
+) -> None:
+    """Texts of passages of a prompt, with edits, that grow by several tokens at a time."""
+    random = np.random.default_rng(vocab_size + max_match)
+    prompts = random.integers(0, vocab_size, (8, 200))
+    width, num_drafts, num_steps = 2000, 7, 60
+    texts = [[*prompt] for prompt in prompts]
+    copies: list[Copy | None] = [None] * len(texts)
+    slots = torch.arange(len(texts), dtype=torch.int32, device="cuda")
+    on_device = torch.full((len(texts), 2), -1, dtype=torch.int32, device="cuda")
+    num_resumed = 0
+    for _ in range(num_steps):
+        history = np.zeros((len(texts), width), np.int32)
+        for text, row in zip(texts, history, strict=True):
+            row[: len(text)] = text
+        last = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32, device="cuda")
+        drafts = torch.full((len(texts), num_drafts), POISON, dtype=torch.int32, device="cuda")
+        draft_ngram(
+            slots,
+            last,
+            torch.from_numpy(history).cuda(),
+            drafts,
+            max_match,
+            min_match,
+            copies=on_device,
+        )
+        for place, text in enumerate(texts):
+            tokens, copy = np.array(text), copies[place]
+            without, _ = propose(tokens, max_match, min_match, num_drafts)
+            found, copies[place] = propose(tokens, max_match, min_match, num_drafts, copy=copy)
+            num_resumed += found != without
+            assert drafts[place].tolist() == found + [NO_DRAFT] * (num_drafts - len(found))
+            text += found[: random.integers(0, num_drafts + 1)]
+            if random.random() < 0.7:  # an edit, or a token of the passage
+                begin = int(random.integers(0, 200 - RESUME_TOKENS))
+                text += [int(one) for one in prompts[place, begin : begin + random.integers(1, 4)]]
+            else:
+                text.append(vocab_size)
+    assert num_resumed > len(texts)
 
 
 def test_a_sequence_that_outgrows_its_history_gets_no_drafts() -> None:

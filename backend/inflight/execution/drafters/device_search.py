@@ -9,19 +9,26 @@ from inflight_kernels.ops import drafting
 
 class DeviceSearch(DeviceDrafter):
     """Compares a sequence's last tokens with those before each of its tokens, and drafts what
-    followed the longest match, the latest one of several. One block of threads for each sequence.
+    followed the longest match (see `torch_ops.drafting.find_match`). One block of threads for each
+    sequence.
 
     Args:
         max_match: tokens after which a longer match no longer counts.
         min_match: shortest match.
         per_match: drafts at most for each token that matches; 0 for no such limit.
+        resumes: a single token resumes a passage that the text copied and left.
     """
 
-    def __init__(self, max_match: int, min_match: int, per_match: int) -> None:
+    is_search = True
+
+    def __init__(
+        self, max_match: int, min_match: int, *, per_match: int = 0, resumes: bool = False
+    ) -> None:
         super().__init__()
         self._max_match = max_match
         self._min_match = min_match
         self._per_match = per_match
+        self._resumes = resumes
 
     def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
         state = batch.state
@@ -34,5 +41,6 @@ class DeviceSearch(DeviceDrafter):
             self._max_match,
             self._min_match,
             per_match=self._per_match,
+            copies=state.copies if self._resumes else None,
             pdl=True,
         )

@@ -111,9 +111,12 @@ class DeviceDrafter:
     Attributes:
         caches: its own KV caches, with the same block ids as the model's.
         has_update: whether `update` does anything.
+        is_search: it searches the texts, which takes next to nothing: `draft` then follows each
+            step with a sequence whose number of drafts adapts, for its report.
     """
 
     has_update = False
+    is_search = False
 
     def __init__(self) -> None:
         self.caches: list[KVCache] = []

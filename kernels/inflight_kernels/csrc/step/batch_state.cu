@@ -7,7 +7,7 @@
 // As in batch_state.py.
 constexpr int NUM_CHUNKS = 0, RING_INDEX = 1, NUM_TOKENS = 2, NUM_ROWS = 3;
 constexpr int OK = 0;  // a status
-constexpr int RESULT_ROWS = 5, NOT_DRAFTED = -1;
+constexpr int RESULT_ROWS = 6, NOT_DRAFTED = -1;
 
 // Copies a step's n words from pinned host memory. Its values are read before the wait: only the
 // host writes there, before this launch. A line of them may be cached from an earlier step, so each
@@ -118,7 +118,8 @@ extern "C" __global__ void begin_step(
 // is accepted if these are. Rows whose next token is given sample nothing.
 //
 //   results [ring, RESULT_ROWS, max_rows]: tokens, logprobs as bits, statuses; of each chunk the
-//                                          number of accepted rows, and that of the drafts it had
+//                                          number of accepted rows, that of the drafts it had, and
+//                                          whether its last token is the draft that had no row
 //   history [slots, width], may be null: the sequences' tokens
 extern "C" __global__ void end_step(const int* header, const int* sample_slots,
                                     const int* row_start, const int* given,
@@ -164,6 +165,8 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
     if (num_drafts == 0) return;
     // Clear the drafts: they must not be used for the next step.
     int* const own = drafts + slot * num_drafts;
+    const int verified = row - first;
+    result[5 * max_rows + chunk] = verified < num_drafts && own[verified] == chosen[row];
     int num_proposed = own[0] == NOT_DRAFTED ? NOT_DRAFTED : 0;
     for (int i = 0; i < num_drafts; i++) {
         if (own[i] >= 0) num_proposed++;

@@ -9,11 +9,43 @@ constexpr int THREADS = 256;
 
 constexpr int NO_DRAFT = -2;  // as in batch_state.py
 
-// Each occurrence of the last token is a match; the longest and, among equals, the latest wins.
-// Both are encoded in one number, whose maximum is computed.
+// As in torch_ops/drafting.py.
+constexpr int RESUME_TOKENS = 64, RESUME_AGE = 16;
+
+// Where a text has left the passage that it copied.
+struct Left {
+    int position;    // of the passage's next token; negative if there is none, or left too long ago
+    int num_tokens;  // of the text since then
+};
+
+// `copy` is the start of the last drafts' source, and the position of the last token at that time.
+// All lanes of a warp call it.
+__device__ Left left_copy(const int* copy, const int* tokens, int last) {
+    const int start = copy[0], first = copy[1] + 1;
+    if (start < 0) return {-1, 0};
+    int copied = 0;
+    for (int offset = threadIdx.x % 32; copied % 32 == 0 && copied < RESUME_TOKENS; offset += 32) {
+        const bool same =
+            first + offset <= last && tokens[start + offset] == tokens[first + offset];
+        const unsigned differ = ~__ballot_sync(FULL_WARP, same);
+        if (differ & 1) break;
+        copied += differ ? __ffs(differ) - 1 : 32;
+    }
+    const int since = last + 1 - first - copied;
+    return {since > RESUME_AGE ? -1 : start + copied, since};
+}
+
+// Each occurrence of the last token is a match; the longest wins and, among equals, the first one
+// that resumes a copy, else the latest. All that is encoded in one number, whose maximum is
+// computed. Without any, a copy that was left with the last token goes on after the token that this
+// one replaces.
+//
+//   copies [slots, 2]   the source of each sequence's last drafts (left_copy); negative for none;
+//                       updated. Null to resume none.
 extern "C" __global__ void __launch_bounds__(THREADS)
     draft_ngram(const int* slots, const int* last_positions, const int* history, int width,
-                int* drafts, int num_drafts, int max_match, int min_match, int per_match) {
+                int* drafts, int num_drafts, int max_match, int min_match, int per_match,
+                int* copies) {
     pdl_wait();
     pdl_launch_dependents();
     const int slot = slots[blockIdx.x];
@@ -21,7 +53,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int last = last_positions[slot];
     const int* const tokens = history + static_cast<long long>(slot) * width;
     u64 best = 0;
+    Left left = {-1, 0};
     if (last < width) {
+        if (copies) left = left_copy(copies + 2 * slot, tokens, last);
         const int wanted = tokens[last];
         for (int end = threadIdx.x; end < last; end += THREADS) {
             if (tokens[end] != wanted) continue;
@@ -29,8 +63,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             while (matched < max_match && matched <= end &&
                    tokens[end - matched] == tokens[last - matched])
                 matched++;
-            const u64 found = static_cast<u64>(matched) << 32 | static_cast<unsigned>(end);
-            if (matched >= min_match && found > best) best = found;
+            const unsigned after = end - left.position;
+            const bool resumes = left.position >= 0 && after < RESUME_TOKENS;
+            const u64 found = static_cast<u64>(2 * matched + resumes) << 32 |
+                              (resumes ? ~after : static_cast<unsigned>(end));
+            if ((matched >= min_match || resumes) && found > best) best = found;
         }
     }
 #pragma unroll
@@ -43,12 +80,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     for (int warp = 0; warp < THREADS / 32; warp++)
         if (bests[warp] > best) best = bests[warp];
-    const int start = static_cast<int>(best & 0xffffffff) + 1;
-    const int num_matched = static_cast<int>(best >> 32);
+    const int num_matched = static_cast<int>(best >> 33);
+    const unsigned place = static_cast<unsigned>(best);
+    const bool replaces =
+        best == 0 && left.position >= 0 && left.num_tokens == 1 && left.position < last;
+    const bool found = best > 0 || replaces;
+    int start = 1 + static_cast<int>(place);
+    if (best >> 32 & 1) start = 1 + left.position + static_cast<int>(~place);
+    if (replaces) start = 1 + left.position;
     const int count = per_match ? min(num_drafts, per_match * num_matched) : num_drafts;
     for (int i = threadIdx.x; i < num_drafts; i += THREADS)
         drafts[slot * num_drafts + i] =
-            best == 0 || i >= count ? NO_DRAFT : tokens[start + i % (last + 1 - start)];
+            found && i < count ? tokens[start + i % (last + 1 - start)] : NO_DRAFT;
+    if (copies && best > 0 && threadIdx.x < 2)
+        copies[2 * slot + threadIdx.x] = threadIdx.x ? last : start;
 }
 
 // ---------------------------------------------------------------- draft models

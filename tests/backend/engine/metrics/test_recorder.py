@@ -17,7 +17,7 @@ from inflight.engine.engine import Engine
 from inflight.engine.metrics.snapshot import Metrics
 from inflight.errors import InflightError
 from inflight.sampling.params import SamplingParams
-from inflight.scheduling.draft_budget import StepCosts
+from inflight.scheduling.draft_budget import StepCosts, StepTimes
 
 STEP_S = 0.25
 
@@ -192,7 +192,7 @@ def test_what_is_recorded_is_what_was_seen(wanted, steps_ahead, drafts, num_bloc
     runner = PagedRunner(num_blocks=num_blocks, steps_ahead=steps_ahead)
     settings = {"max_num_seqs": 4}
     if drafts:
-        runner.step_costs = StepCosts((1, 64), (1.0, 1.1))  # without them, no drafts
+        runner.step_costs = StepCosts(StepTimes((1, 64), (1.0, 1.1)))  # without them, no drafts
         runner.draft = draft
         settings["speculative_config"] = SpeculativeConfig(num_speculative_tokens=4, default=3)
     engine = make_engine(runner, clock, **settings)

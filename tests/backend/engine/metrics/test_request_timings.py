@@ -14,7 +14,7 @@ from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.request import FinishReason, Request, RequestTiming, TokenEvent
 from inflight.engine.engine import Engine
 from inflight.sampling.params import SamplingParams
-from inflight.scheduling.draft_budget import StepCosts
+from inflight.scheduling.draft_budget import StepCosts, StepTimes
 
 STEP_S = 0.25
 
@@ -185,7 +185,7 @@ def test_a_cancelled_request_has_its_times_and_a_failed_one_none():
 
 def test_cached_tokens_and_drafts_are_reported():
     runner = PagedRunner()
-    runner.step_costs = StepCosts((1, 64), (1.0, 1.1))
+    runner.step_costs = StepCosts(StepTimes((1, 64), (1.0, 1.1)))
     runner.draft = lambda ids, count: [0] * count
     play = Play(runner, speculative_config=SpeculativeConfig(num_speculative_tokens=4, default=2))
     play.submit(1, [1, 2] * 6, 12)

@@ -28,7 +28,7 @@ from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import Request
 from inflight.engine.engine import generate
 from inflight.kv import budget
-from inflight_kernels.torch_ops.drafting import latest_match
+from inflight_kernels.torch_ops.drafting import Copy, propose
 from thinned import thinned
 
 
@@ -123,8 +123,9 @@ def test_model_and_drafter_share_the_memory(
     used = sum(cache.nbytes for cache in caches)
     block = 2 * 16 * 64 * caches[0].itemsize  # bytes in a layer
     assert 0 <= total // 2 - used < (5 + own_layers) * block
-    assert runner.step_costs is not None
-    assert runner.step_costs.draft_seconds > 0.0
+    costs = runner.step_costs
+    assert costs is not None and costs.plain is not None
+    assert min(*costs.verifying.seconds, *costs.plain.seconds) > 0.0
 
 
 @pytest.mark.parametrize(
@@ -142,16 +143,28 @@ def test_a_runner_reports_how_many_drafts_the_text_had(
     assert engine.speculation is not None
     observe = engine.speculation.observe
     counts: list[int] = []
+    # By request: how often it was preempted, the source of its drafts, and their number.
+    texts: dict[int, tuple[int, Copy | None, int]] = {}
 
     def observed(batch: Batch, output: StepOutput) -> None:
         observe(batch, output)
         for index, chunk in enumerate(batch.chunks):
-            if not chunk.num_drafts or chunk.is_stale or index not in output.num_proposed:
+            if chunk.is_stale or not output.token_ids[index]:
                 continue
-            tokens = chunk.sequence.token_ids[: -len(output.token_ids[index])]
-            found = latest_match(np.array(tokens), max_match, 1, NUM_DRAFTS, per_match)
-            assert output.num_proposed[index] == len(found)
-            counts.append(len(found))
+            sequence = chunk.sequence
+            generation, copy, expected = texts.get(sequence.request_id, (-1, None, 0))
+            if generation != chunk.generation:  # its slot is new
+                copy = None
+            elif chunk.num_drafts and index in output.num_proposed:
+                assert output.num_proposed[index] == expected
+                counts.append(expected)
+            tokens = np.array(sequence.token_ids)
+            found, copy = propose(tokens, max_match, 1, NUM_DRAFTS, per_match=per_match, copy=copy)
+            texts[sequence.request_id] = (
+                chunk.generation,
+                copy if method == "ngram" else None,
+                len(found),
+            )
 
     engine.speculation.observe = observed  # type: ignore[method-assign]
     assert generate(engine, rig.requests()) == rig.expected

@@ -1,7 +1,9 @@
-"""N-gram drafter: drafts what followed the last occurrence of the most recent tokens.
+"""N-gram drafter: drafts what followed an earlier occurrence of the most recent tokens.
 
 Prompt lookup decoding (Saxena, 2023; "LLMA", arXiv:2304.04487). Almost free, and effective where an
-output repeats its prompt or itself: edited code, quotations, tables, names.
+output repeats its prompt or itself: edited code, quotations, tables, names. An edit ends a copy,
+and the token after it is often one of those that follow in the copied passage: one token resumes
+the copy, though an n-gram elsewhere must be longer.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from inflight.core.sequence import Sequence
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
 from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.kv.cache import KVCache
-from inflight_kernels.torch_ops.drafting import latest_match
+from inflight_kernels.torch_ops.drafting import Copy, propose
 
 _ROOM = 256  # tokens by which a history's array grows
 
 
 class NgramDrafter:
-    """Finds the latest earlier occurrence of a sequence's last tokens, and drafts what followed it.
+    """Finds earlier occurrences of a sequence's last tokens (`torch_ops.drafting.find_match`),
+    and drafts what followed it.
 
     Args:
         max_match: longest n-gram to match, tried first.
@@ -47,18 +50,25 @@ class NgramDrafter:
         history = self._histories.get(sequence.request_id)
         if history is None:
             history = self._histories[sequence.request_id] = _History()
-        return latest_match(
-            history.up_to_date(sequence.token_ids), self._max_match, self._min_match, count
+        tokens = history.up_to_date(sequence.token_ids)
+        drafts, history.copy = propose(
+            tokens, self._max_match, self._min_match, count, copy=history.copy
         )
+        return drafts
 
     def forget(self, sequence: Sequence) -> None:
         self._histories.pop(sequence.request_id, None)
 
 
 class _History:
-    """A sequence's tokens as a growing array."""
+    """A sequence's tokens as a growing array.
+
+    Attributes:
+        copy: the source of its last drafts; None if it had none.
+    """
 
     def __init__(self) -> None:
+        self.copy: Copy | None = None
         self._tokens = np.empty(0, np.int64)
         self._length = 0
 
@@ -84,7 +94,7 @@ def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
     from inflight.execution.drafters.device_search import DeviceSearch
 
     settings = spec.settings
-    return DeviceSearch(settings.prompt_lookup_max, settings.prompt_lookup_min, per_match=0)
+    return DeviceSearch(settings.prompt_lookup_max, settings.prompt_lookup_min, resumes=True)
 
 
 METHOD = DraftMethod(

@@ -12,37 +12,75 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters.methods.ngram import NgramDrafter
 from inflight.sampling.params import SamplingParams
-from inflight_kernels.torch_ops.drafting import latest_match
+from inflight_kernels.torch_ops.drafting import RESUME_AGE, RESUME_TOKENS, Copy, propose
 
 
 def slow_match(
-    tokens: list[int], max_match: int, min_match: int, count: int, per_match: int = 0
-) -> list[int]:
+    tokens: list[int],
+    max_match: int,
+    min_match: int,
+    count: int,
+    per_match: int = 0,
+    copy: Copy | None = None,
+) -> tuple[list[int], Copy | None]:
     """The definition, as it reads."""
-    for matched in range(min(max_match, len(tokens)), min_match - 1, -1):
-        for end in range(len(tokens) - 2, matched - 2, -1):
-            if tokens[end - matched + 1 : end + 1] == tokens[-matched:]:
-                longer = list(tokens)
-                for i in range(min(count, per_match * matched) if per_match else count):
-                    longer.append(longer[end + 1 + i])
-                return longer[len(tokens) :]
-    return []
+    left, num_since = None, 0
+    if copy is not None:
+        num_copied = 0
+        for old, new in zip(tokens[copy.start :], tokens[copy.length :], strict=False):
+            if old != new or num_copied == RESUME_TOKENS:
+                break
+            num_copied += 1
+        num_since = len(tokens) - copy.length - num_copied
+        if num_since <= RESUME_AGE:
+            left = copy.start + num_copied
+    for matched in range(min(max_match, len(tokens)), -1, -1):
+        ends = [
+            end
+            for end in range(len(tokens) - 2, matched - 2, -1)
+            if tokens[end - matched + 1 : end + 1] == tokens[-matched:]
+        ]
+        near = [end for end in ends if left is not None and 0 <= end - left < RESUME_TOKENS]
+        if matched == 0:  # a replacement
+            if left is None or num_since != 1 or left + 1 >= len(tokens):
+                continue
+            start = left + 1
+        elif near:
+            start = near[-1] + 1
+        elif ends and matched >= min_match:
+            start = ends[0] + 1
+        else:
+            continue
+        longer = list(tokens)
+        for i in range(min(count, per_match * matched) if per_match else count):
+            longer.append(longer[start + i])
+        return longer[len(tokens) :], Copy(start, len(tokens)) if matched else copy
+    return [], copy
 
 
 @settings(max_examples=400, deadline=None)
 @given(
-    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=90),
     max_match=st.integers(1, 6),
     less=st.integers(0, 5),
     count=st.integers(1, 8),
     per_match=st.integers(0, 2),
+    places=st.tuples(st.integers(0, 88), st.integers(0, 88)) | st.none(),
 )
 def test_a_match_is_that_of_the_definition(
-    tokens: list[int], max_match: int, less: int, count: int, per_match: int
+    tokens: list[int],
+    max_match: int,
+    less: int,
+    count: int,
+    per_match: int,
+    places: tuple[int, int] | None,
 ) -> None:
     min_match = max(1, max_match - less)
-    found = latest_match(np.array(tokens), max_match, min_match, count, per_match)
-    assert found == slow_match(tokens, max_match, min_match, count, per_match)
+    copy = None
+    if places is not None and max(places) < len(tokens):
+        copy = Copy(min(places), max(places) + 1)
+    found = propose(np.array(tokens), max_match, min_match, count, per_match=per_match, copy=copy)
+    assert found == slow_match(tokens, max_match, min_match, count, per_match, copy)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +96,45 @@ def test_a_match_is_that_of_the_definition(
     ],
 )
 def test_drafts(tokens: list[int], drafts: list[int]) -> None:
-    assert latest_match(np.array(tokens), 4, 2, 3) == drafts
+    found, _ = propose(np.array(tokens), 4, 2, 3)
+    assert found == drafts
+
+
+PASSAGE = [*range(10, 40)]
+
+
+def test_a_copy_goes_on_after_an_edit() -> None:
+    """With the first token of the passage behind the edit."""
+    drafter = NgramDrafter(4, 2)
+    text = Sequence(Request(1, [*PASSAGE, 1, 10, 11], SamplingParams()), 1000)
+    assert drafter.propose([chunk(text, 3)]) == [[12, 13, 14]]
+    text.token_ids += [12, 13, 99]  # and another one, perhaps in the place of the next token
+    assert drafter.propose([chunk(text, 3)]) == [[15, 16, 17]]
+    text.token_ids += [98]
+    assert drafter.propose([chunk(text, 3)]) == [[]]
+    text.token_ids += [20]
+    assert drafter.propose([chunk(text, 3)]) == [[21, 22, 23]]
+
+
+def test_a_copy_that_was_left_long_ago_is_not_resumed() -> None:
+    drafter = NgramDrafter(4, 2)
+    text = Sequence(Request(1, [*PASSAGE, 1, 10, 11], SamplingParams()), 1000)
+    drafter.propose([chunk(text, 3)])
+    text.token_ids += [12, *range(100, 100 + RESUME_AGE)]
+    text.token_ids[-1] = 16
+    assert drafter.propose([chunk(text, 3)]) == [[17, 18, 19]]
+    text.token_ids += [*range(200, 200 + RESUME_AGE), 30]
+    assert drafter.propose([chunk(text, 3)]) == [[]]
+
+
+def test_of_equal_matches_that_which_goes_on_where_the_text_copied_is_drafted() -> None:
+    """Not the latest, in the lines that follow."""
+    lines = [50, 1, 2, 60, 1, 2, 61, 1, 2, 62]
+    drafter = NgramDrafter(4, 2)
+    text = Sequence(Request(1, [*lines, 50, 1, 2], SamplingParams()), 1000)
+    assert drafter.propose([chunk(text, 1)]) == [[60]]
+    text.token_ids += [77, 78, 1, 2]
+    assert drafter.propose([chunk(text, 1)]) == [[61]]
 
 
 def chunk(sequence: Sequence, num_drafts: int) -> Chunk:
@@ -69,9 +145,10 @@ def chunk(sequence: Sequence, num_drafts: int) -> Chunk:
 def test_a_drafter_follows_its_sequences() -> None:
     drafter = NgramDrafter(3, 1)
     sequences = [Sequence(Request(i, [i, 5, i], SamplingParams()), 1000) for i in range(3)]
+    copies: list[Copy | None] = [None] * len(sequences)
     for step in range(400):
-        for one in sequences:
-            expected = slow_match(one.token_ids, 3, 1, 4)
+        for place, one in enumerate(sequences):
+            expected, copies[place] = slow_match(one.token_ids, 3, 1, 4, copy=copies[place])
             assert drafter.propose([chunk(one, 4)]) == [expected]
             one.token_ids += [(step * step) % 7, one.request_id]
     drafter.forget(sequences[0])
