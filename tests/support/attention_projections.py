@@ -52,7 +52,8 @@ class Projection:
         """`options` are those of `Step.metadata`."""
         step = self.step
         out = step.out() if out is None else out
-        metadata = step.metadata(workspace, 1, **options)
+        longest = len(self.qkv) if len(step.seq_lens) == 1 else 1
+        metadata = step.metadata(workspace, longest, **options)
         self.attend(step.kv, metadata, out, history_ready=history_ready, pdl=pdl)
         return out
 

@@ -24,6 +24,7 @@ from inflight_kernels.ops.attention_dispatch import (
     HEADS_HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     MAX_ROPE_CHUNKS,
+    MAX_ROPE_TOKENS,
     PREFIX_KEYS,
     PREFIX_ROWS,
     AnyShape,
@@ -66,8 +67,10 @@ from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 _PLAN_THREADS = 1024
-# The kernel for a step of one chunk, and the fewest shares for each unit that it takes.
+# The kernel for a step of one chunk, the most items that it takes, and the fewest shares for each
+# unit.
 _PLAN_SINGLE_THREADS = 256
+_SINGLE_ITEMS = 4
 _SINGLE_SHARES = 16
 _NO_WINDOW = 1 << 30
 _DEQUANTIZE_THREADS = 256
@@ -159,14 +162,15 @@ def plan_part(
 def _is_single(
     step: PlannedStep, part: Part, heads: tuple[int, int], batch_invariant: bool
 ) -> bool:
-    """Whether a part is of one unit's rows, and is always cut into pieces."""
+    """Whether a part is of one chunk's few items, and is always cut into pieces."""
     group, units = heads
+    num_items = -(-longest_of(step) * group // part.shape.rows)
     return (
         len(step.seq_lens) == 1
         and not batch_invariant
         and not isinstance(part.shape, HopperShape)
-        and longest_of(step) * group <= part.shape.rows
-        and units * _SINGLE_SHARES <= part.num_shares
+        and num_items <= _SINGLE_ITEMS
+        and num_items * units * _SINGLE_SHARES <= part.num_shares
     )
 
 
@@ -265,13 +269,15 @@ def rope_attend(
     history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
-    """`rope_write_kv` and `attend` in one, for a step of one token per chunk.
+    """`rope_write_kv` and `attend` in one, for a step of one token per chunk, or of one chunk that
+    `rotates_chunk`.
 
     qkv is not modified. Saves a launch: with few sequences, a step is bound by latencies. A token
     with a negative slot is not written to the cache, but attended to.
 
     Args:
-        qkv, rope: see `rope_write_kv`; T = n, though the last chunks may have no token.
+        qkv, rope: see `rope_write_kv`; with more than one chunk T = n, though the last ones may
+            have no token.
         kv, metadata, out: see `attend`.
         weights: of the layer; None for none.
         history_ready: see `attend`; covers positions and slot_mapping too.
@@ -288,13 +294,19 @@ def rope_attend(
     weights = weights or AttentionWeights()
     weights.check_fits(spec)
     storage = _check_layer(qkv, kv, metadata, out, history_ready)
-    found = _only_part(metadata)
+    is_chunk = len(metadata.seq_lens) == 1 and metadata.longest > 1
+    found = _only_part(metadata, weights, is_chunk)
     if found is None:
         return
     part, shape = found
     if not metadata.planned:
         plan(metadata, pdl=pdl)
-    kernel("attention", shape.rotating_name(storage, weights.qk_norm is not None))(
+    name = shape.rotating_chunk_name(storage)
+    norms: tuple[object, ...] = ()
+    if not is_chunk:
+        name = shape.rotating_name(storage, weights.qk_norm is not None)
+        norms = norm_arguments(weights.qk_norm, qkv)
+    kernel("attention", name)(
         part.num_shares,
         shape.threads,
         qkv,
@@ -305,7 +317,7 @@ def rope_attend(
         rope.positions,
         rope.cos,
         rope.sin,
-        *norm_arguments(weights.qk_norm, qkv),
+        *norms,
         shared=shape.shared_bytes,
         pdl=pdl,
     )
@@ -340,6 +352,15 @@ def rotates(
     heads = heads_of(num_heads, num_kv_heads, head_dim, kv_dtype)
     few, _, _ = shapes(head_dim, current_gpu().shared_bytes, heads.cached)
     return few.rotates and heads.group < few.rows
+
+
+def rotates_chunk(num_tokens: int, spec: AttentionParams) -> bool:
+    """Whether `rope_attend` supports a step of one chunk of so many tokens, without norms of q and
+    k. It is then faster than `rope_write_kv` and `attend`."""
+    if num_tokens > MAX_ROPE_TOKENS or spec.batch_invariant:
+        return False
+    few, some, _ = shapes(spec.head_dim, current_gpu().shared_bytes, spec.heads.cached)
+    return few.rotates_chunks and num_tokens * spec.group <= some.rows
 
 
 def instantiations() -> list[Instantiation]:
@@ -379,6 +400,11 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
         for shape in shapes_of_any
         if isinstance(shape, Shape) and shape.rotates
         for norms in (False, True)
+    ]
+    found += [
+        ("attention", shape.rotating_chunk_name(storage))
+        for shape in shapes_of_any
+        if isinstance(shape, Shape) and shape.rotates_chunks
     ]
     return found
 
@@ -585,23 +611,36 @@ def _arguments(
     )
 
 
-def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
+def _only_part(
+    metadata: AttentionMetadata, weights: AttentionWeights, is_chunk: bool
+) -> tuple[Part, Shape] | None:
     """The single launch of a step with `rope_attend`; None if there is nothing to compute.
+
+    Args:
+        metadata: of the step.
+        weights: of the layer.
+        is_chunk: the step is one chunk, of more than one token.
 
     Raises:
         ValueError: `rope_attend` does not support the step.
     """
     spec, num_chunks = metadata.spec, len(metadata.seq_lens)
-    if not rotates(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.kv_dtype):
+    if is_chunk:
+        if not rotates_chunk(metadata.longest, spec) or weights.qk_norm is not None:
+            raise ValueError(
+                f"a chunk of up to {metadata.longest} tokens: rope_attend supports up to "
+                f"{MAX_ROPE_TOKENS}, without norms of q and k, of heads that rotates_chunk names"
+            )
+    elif not rotates(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.kv_dtype):
         raise ValueError(
             f"{spec.num_heads} query heads for {spec.num_kv_heads} KV heads of {spec.head_dim} "
             "values: rope_attend supports up to 15 per KV head, of up to 128 values"
         )
-    if num_chunks != metadata.num_tokens:
+    elif num_chunks != metadata.num_tokens:
         raise ValueError(
             f"{metadata.num_tokens} tokens in {num_chunks} chunks: rope_attend needs one per chunk"
         )
-    if metadata.longest != 1 or spec.batch_invariant:
+    elif metadata.longest != 1 or spec.batch_invariant:
         raise ValueError(
             f"max_q_len {metadata.max_q_len}, batch_invariant {spec.batch_invariant}: rope_attend "
             "requires max_q_len 1 and not batch_invariant"

@@ -21,6 +21,9 @@ MAX_ROPE_CHUNKS = 2
 """With up to so many chunks, of a token each, `attention.rope_attend` is preferred where it is
 supported."""
 
+MAX_ROPE_TOKENS = 16
+"""Tokens of a chunk alone, without norms of q and k, that `attention.rope_attend` takes at most."""
+
 MIN_CASCADE_CHUNKS = 8
 """With fewer chunks no prefix is shared: their steps are bound by latencies."""
 PREFIX_ROWS, PREFIX_KEYS = 64, 64
@@ -92,6 +95,11 @@ class Shape:
         return f"attend<{self.type(storage)}>"
 
     @property
+    def rotates_chunks(self) -> bool:
+        """The same for a chunk of more than one token: lanes share keys of such a width evenly."""
+        return self.rotates and not self.cached and 32 % (self.head_dim // 16) == 0
+
+    @property
     def cascades(self) -> bool:
         """Whether its kernel has a variant for shared prefixes: that for few rows."""
         return self.rotates and self.warps_n * self.warps_m * 32 == 128
@@ -103,6 +111,10 @@ class Shape:
     def rotating_name(self, storage: str, norms: bool) -> str:
         """The name expression of `rope_attend`."""
         return f"rope_attend<{self.type(storage)}, {'true' if norms else 'false'}>"
+
+    def rotating_chunk_name(self, storage: str) -> str:
+        """The same for a chunk of more than one token."""
+        return f"rope_attend_chunk<{self.type(storage)}>"
 
 
 Candidates = tuple[Shape, ...]
@@ -482,7 +494,8 @@ def _choose_shapes(
             few = of_heads
     if batch_invariant:  # one kernel for all
         return [(some, 0, NO_LIMIT)]
-    if rows <= few.rows:
+    # A chunk alone keeps few blocks busy, so that its rows are more units.
+    if rows <= few.rows or (num_chunks == 1 and rows <= some.rows):
         return [(few, 0, NO_LIMIT)]
     if rows <= some.rows:
         return [(some, 0, NO_LIMIT)]

@@ -136,7 +136,16 @@ def test_a_plan_is_valid_for_all_layers_and_resets_the_workspace(step):
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("kv_len", [1, 130, 700, 4096, 100_000])
 @pytest.mark.parametrize(
-    ("q_len", "heads"), [(1, (32, 8)), (1, (9, 3)), (1, (64, 8)), (5, (32, 4))]
+    ("q_len", "heads"),
+    [
+        (1, (32, 8)),
+        (1, (9, 3)),
+        (1, (64, 8)),
+        (4, (32, 8)),
+        (8, (9, 3)),
+        (7, (12, 4)),
+        (8, (32, 4)),
+    ],
 )
 def test_a_single_chunk_is_planned_as_one_of_many(monkeypatch, q_len, heads, kv_len, window):
     """By a smaller kernel, with the same items, shares and arrivals."""
@@ -154,7 +163,8 @@ def test_a_single_chunk_is_planned_as_one_of_many(monkeypatch, q_len, heads, kv_
         plan(metadata)
         (part,) = metadata.parts
         places = [(part.arrivals, 16 * part.num_shares), (part.shares, 64 * part.num_shares)]
-        places += [(part.first_item, 8), (part.items, 32)]
+        num_items = -(-q_len * heads[0] // heads[1] // part.shape.rows)
+        places += [(part.first_item, 8), (part.items, 32 * num_items)]
         return [workspace[first : first + size].tolist() for first, size in places]
 
     used, single = [], attention._is_single

@@ -191,11 +191,12 @@ def test_every_shape_of_every_type_is_instantiated():
     counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
     # With and without norms, and with shared prefixes; heads of 64, 96 and 128, which have two.
     of_few_rows = 3 * 4
+    of_chunks = 3  # heads of 64 and 128, with a cache of q's type
     anywhere = 3 * 3 + 2
     for_small_memories = 1 + 2  # heads of 128 and 256
     types = 2 + 2  # with a cache of 8 bits, in bfloat16 only
     assert counts == {
-        "attention": types * (anywhere + for_small_memories + of_few_rows),
+        "attention": types * (anywhere + for_small_memories + of_few_rows) + 2 * of_chunks,
         "attention_heads": 2 * types * 3,
         "attention_hopper": 2 * 2,
         "attention_dequantize": 2 * 2,  # types of 8 bits, heads with a kernel for Hopper

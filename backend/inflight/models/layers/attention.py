@@ -152,6 +152,7 @@ class Attention:
             batch_invariant=batch_invariant,
             kv_dtype=kv_dtype,
         )
+        self._norms_heads = spec.qk_norm == "head"
         self._cos, self._sin = tables
         size = attention.workspace_size(
             max_rows, max_tokens, *heads, batch_invariant=batch_invariant, kv_dtype=kv_dtype
@@ -199,8 +200,8 @@ class Attention:
             cascade=self._cascade_for(block_size),
         )
         attention.plan(metadata, pdl=True)
-        # Pure decode: RoPE is fused into attention, and q is not written separately.
-        rotates = (
+        # RoPE is fused into attention, and q is not written separately.
+        rotates = self._rotates_chunk(size) or (
             num_tokens == num_chunks
             and max_q_len == 1
             and not params.batch_invariant
@@ -215,6 +216,16 @@ class Attention:
         positions, slot_mapping = rows.positions[:num_tokens], table.slot_mapping[:num_tokens]
         inputs = RopeInputs(positions, slot_mapping, self._cos, self._sin)
         return AttentionPass(metadata, inputs, rotates)
+
+    def _rotates_chunk(self, size: StepSize) -> bool:
+        """Whether attention rotates q and k of a chunk alone: of one that verifies drafts, or a
+        short prompt."""
+        return (
+            size.num_chunks == 1
+            and size.max_q_len > 1
+            and not self._norms_heads
+            and attention.rotates_chunk(size.max_q_len, self._params)
+        )
 
     def _cascade_for(self, block_size: int | None) -> Cascade | None:
         """The memory for shared prefixes, for a cache with such blocks."""

@@ -118,10 +118,8 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
             if (begins) {
                 producer.begin(args, work);
                 const int begin = producer.tile, end = producer.end;
-                const int new_tile = history / S::KEYS;
-                const bool has_new = Source::ROTATES && unit.item.kv_len > 0 && new_tile >= begin &&
-                                     new_tile < end && history % S::KEYS / S::COPY_KEYS == warp;
-                source.prepare(args, unit, has_new);  // ahead of the copies in the memory pipeline
+                // Ahead of the copies in the memory pipeline.
+                source.prepare(args, unit, begin, end);
                 // The key that `Source` rotates is not read from the cache.
                 ready = Source::ROTATES || !history_ready || !is_first ? ALL_KEYS : history;
                 num_begun = min(end - begin, S::STAGES);
@@ -198,8 +196,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
 
             T* const keys = tiles + 2 * now * S::TILE;
             T* const values = keys + S::TILE;
-            if (Source::ROTATES && tile == history / S::KEYS)
-                source.place(args, unit, rows, keys, values);
+            if (source.is_new(unit, tile)) source.place(args, unit, rows, keys, values);
             Scores<S> scores;
             mma_qk<S>(scores, rows, queries, keys, warp_m, warp_n);
             if constexpr (S::QUANTIZED) apply_scales<S>(scores, keys, warp_n);
@@ -281,7 +278,29 @@ __global__ void __launch_bounds__(S::THREADS, S::HEAD_DIM == 64 ? 3 : 2)
     mainloop<S, true>(args, InPlace<S>(), items, share, arrivals, slots, history_ready, memory);
 }
 
-// Fused `rope_write_kv` of rope.cu and `attend`, for chunks of one token each.
+// Fused `rope_write_kv` of rope.cu and `attend`, for one chunk of up to MAX_ROPE_TOKENS tokens.
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 2)
+    rope_attend_chunk(const typename S::Element* qkv, typename S::Element* k_cache,
+                      typename S::Element* v_cache, typename S::Element* out,
+                      const int* block_tables, long long qkv_stride, long long block_stride,
+                      int table_stride, int block_shift, int num_heads, int num_kv_heads,
+                      float scale, float soft_cap, int window, const float* sinks,
+                      const attention::Item* items, const attention::Share* shares, int* arrivals,
+                      float* slots, bool history_ready, const long long* slot_mapping,
+                      const long long* positions, const float* cos, const float* sin) {
+    using namespace attention;
+    const Arguments<typename S::Element> args(qkv, k_cache, v_cache, out, block_tables, qkv_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window, sinks);
+    const Projection<typename S::Element> projection = {
+        k_cache, v_cache, slot_mapping, positions, cos, sin, nullptr, nullptr, 0.0f};
+    if (!history_ready) pdl_wait();
+    mainloop<S, false>(args, RotatedChunk<S>(projection), items, load_l2(shares + blockIdx.x),
+                       arrivals, slots, history_ready, {});
+}
+
+// The same for chunks of one token each.
 //
 //   qkv [T, (H + 2 * G) * D], rows qkv_stride elements apart
 //   slots, positions [T]; cos, sin [positions, D]; q_weight, k_weight [D] if NORM

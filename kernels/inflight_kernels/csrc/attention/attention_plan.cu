@@ -324,43 +324,68 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                                 arrivals, queue, whole, 1, {});
 }
 
-// The same for a step of one chunk, if its rows are one unit's and num_shares is at least 16 *
-// num_kv_heads: units are always cut into pieces then. `plan` has many more instructions, which are
-// fetched anew in each step, and barriers. For any number of whole warps.
+// The same for a step of one chunk, if it has up to MAX_SINGLE_ITEMS items and num_shares is at
+// least 16 times the number of its units: these are always cut into pieces then. `plan` has many
+// more instructions, which are fetched anew in each step, and barriers. For any number of whole
+// warps.
 extern "C" __global__ void plan_single(const int* query_start, const int* seq_lens, int group,
                                        int num_kv_heads, int unit_rows, int unit_keys, int window,
                                        int min_rows, int max_rows, int num_shares, int* first_item,
                                        attention::Item* items, attention::Share* shares,
                                        int* arrivals) {
     using namespace attention;
+    constexpr int MAX_SINGLE_ITEMS = 4;
     pdl_wait();
     pdl_launch_dependents();
     const int begin = query_start[0], end = query_start[1], rows = (end - begin) * group;
-    const bool has_item = rows > min_rows && rows <= max_rows;
-    const Item item =
-        item_of_rows(0, 0, begin, end, seq_lens[0], group, unit_rows, unit_keys, window);
-    const int num_tiles = has_item ? item.kv_tiles * num_kv_heads : 0;
+    const bool has_items = rows > min_rows && rows <= max_rows;
+    const int num_items = has_items ? (rows + unit_rows - 1) / unit_rows : 0;
+    Item found[MAX_SINGLE_ITEMS];
+    int num_tiles = 0, longest = 0;
+#pragma unroll
+    for (int k = 0; k < MAX_SINGLE_ITEMS; ++k) {
+        if (k >= num_items) break;
+        found[k] = item_of_rows(0, k * unit_rows, begin, end, seq_lens[0], group, unit_rows,
+                                unit_keys, window);
+        found[k].first_tile = num_tiles;
+        num_tiles += found[k].kv_tiles * num_kv_heads;
+        longest = max(longest, found[k].kv_tiles);
+    }
+    // Pieces of a size, of all items' units of one head.
+    const auto count_of = [&](int size) {
+        int count = 0;
+#pragma unroll
+        for (int k = 0; k < MAX_SINGLE_ITEMS; ++k)
+            if (k < num_items) count += (found[k].kv_tiles + size - 1) / size;
+        return count;
+    };
     const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
     // As piece_size does, by the lanes of a warp.
     const int size = even + threadIdx.x % 32 * ((even + 31) / 32);
-    const int pieces = (item.kv_tiles + size - 1) / size;
-    const unsigned fitting = __ballot_sync(FULL_WARP, pieces * num_kv_heads <= num_shares);
+    const unsigned fitting = __ballot_sync(FULL_WARP, count_of(size) * num_kv_heads <= num_shares);
     const int smallest = __shfl_sync(FULL_WARP, size, __ffs(fitting) - 1);
-    const bool uncut = item.kv_tiles <= smallest + SHORT_CUT_TILES;
-    const int piece = uncut ? item.kv_tiles : smallest;
-    const int total = has_item ? (item.kv_tiles + piece - 1) / piece * num_kv_heads : 0;
+    const bool uncut = longest <= smallest + SHORT_CUT_TILES;
+    const int piece = uncut ? longest : smallest;
     for (int share = threadIdx.x; share < num_shares; share += blockDim.x) {
-        if (share < total)
-            shares[share] = share_of_piece(item, 0, share, piece, num_tiles, 0);
-        else
-            shares[share] = {};
+        Share own = {};
+        int first = 0;  // piece of item k
+#pragma unroll
+        for (int k = 0; k < MAX_SINGLE_ITEMS; ++k) {
+            if (k >= num_items) break;
+            const int count = (found[k].kv_tiles + piece - 1) / piece * num_kv_heads;
+            if (share >= first && share < first + count)
+                own = share_of_piece(found[k], k, share - first, piece, num_tiles, 0);
+            first += count;
+        }
+        shares[share] = own;
     }
     for (int i = threadIdx.x; i < 4 * num_shares; i += blockDim.x) arrivals[i] = 0;
-    if (threadIdx.x == 0) {
-        first_item[0] = 0;
-        first_item[1] = has_item;
-        if (has_item) items[0] = item;
-    }
+    if (threadIdx.x > 0) return;
+    first_item[0] = 0;
+    first_item[1] = num_items;
+#pragma unroll
+    for (int k = 0; k < MAX_SINGLE_ITEMS; ++k)
+        if (k < num_items) items[k] = found[k];
 }
 
 // The same as `plan` for `attend_cascade` and `attend_heads_cascade`: a prefix that chunks of one

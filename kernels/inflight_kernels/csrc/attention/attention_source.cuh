@@ -11,12 +11,13 @@ struct InPlace {
     using T = typename S::Element;
     static constexpr bool ROTATES = false;
 
-    __device__ __forceinline__ void prepare(const Arguments<T>&, const Unit&, bool) {}
+    __device__ __forceinline__ void prepare(const Arguments<T>&, const Unit&, int, int) {}
     __device__ __forceinline__ void load(const Arguments<T>&, const Unit&) {}
     __device__ __forceinline__ const T* key_row(const Arguments<T>&, const Unit&) const {
         return nullptr;
     }
     __device__ __forceinline__ void rotate(const Unit&, HeadRow<S> (&)[2]) const {}
+    __device__ __forceinline__ bool is_new(const Unit&, int) const { return false; }
     __device__ __forceinline__ void place(const Arguments<T>&, const Unit&,
                                           const HeadRow<S> (&)[2], T*, T*) const {}
 };
@@ -34,6 +35,27 @@ struct Projection {
     const float* k_weight;
     float eps;
 };
+
+// Whether a tile has the key of a chunk's only token; and whether this warp copies that place, in
+// one of the tiles `begin` to `end`.
+template <class S>
+__device__ __forceinline__ bool has_token(const Unit& unit, int tile) {
+    return tile == (unit.item.kv_len - unit.item.query_len) / S::KEYS;
+}
+template <class S>
+__device__ __forceinline__ bool copies_token(const Unit& unit, int begin, int end) {
+    const int history = unit.item.kv_len - unit.item.query_len, tile = history / S::KEYS;
+    return unit.item.kv_len > 0 && tile >= begin && tile < end &&
+           history % S::KEYS / S::COPY_KEYS == threadIdx.x / 32;
+}
+
+// Rotates two values of the first half of a head, a, and those across from them, b.
+template <typename T>
+__device__ __forceinline__ void rotate_pairs(const float2& a, const float2& b, const float2& cos,
+                                             const float2& sin, unsigned& low, unsigned& high) {
+    low = ptx::pack<T>(a.x * cos.x - b.x * sin.x, a.y * cos.y - b.y * sin.y);
+    high = ptx::pack<T>(b.x * cos.x + a.x * sin.x, b.y * cos.y + a.y * sin.y);
+}
 
 // The rows of a qkv projection, one token per chunk: q is normed and rotated while it is loaded
 // into registers. The token's key is processed as an additional row of q, and then written to its
@@ -55,9 +77,9 @@ struct Rotated {
     __device__ __forceinline__ explicit Rotated(const Projection<T>& all) : projection(all) {}
 
     // Loads everything that the projection does not write.
-    __device__ __forceinline__ void prepare(const Arguments<T>& args, const Unit& unit,
-                                            bool has_new) {
-        has_key = has_new;
+    __device__ __forceinline__ void prepare(const Arguments<T>& args, const Unit& unit, int begin,
+                                            int end) {
+        has_key = copies_token<S>(unit, begin, end);
         const int token = unit.item.query_start;
         slot = load_l2(projection.slots + token);
         const long long place =
@@ -95,6 +117,10 @@ struct Rotated {
     __device__ __forceinline__ void rotate(const Unit& unit, HeadRow<S> (&rows)[2]) const {
         rotate(rows[0], weights[0]);
         if (unit.num_rows >= 8) rotate(rows[1], weights[1]);
+    }
+
+    __device__ __forceinline__ bool is_new(const Unit& unit, int tile) const {
+        return has_token<S>(unit, tile);
     }
 
     // Writes it to the tile, where only this warp reads it, and to the cache.
@@ -171,9 +197,7 @@ struct Rotated {
                     a = make_float2(a.x * (scale * w.x), a.y * (scale * w.y));
                     b = make_float2(b.x * (scale * v.x), b.y * (scale * v.y));
                 }
-                const float2 c = cos[step][half], s = sin[step][half];
-                low = ptx::pack<T>(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
-                high = ptx::pack<T>(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
+                rotate_pairs<T>(a, b, cos[step][half], sin[step][half], low, high);
             }
     }
 };
@@ -202,8 +226,9 @@ struct Rotated<S, NORM, true> {
     __device__ __forceinline__ explicit Rotated(const Projection<T>& all) : projection(all) {}
 
     // Copies everything that the projection does not write; awaited together with the first tile.
-    __device__ __forceinline__ void prepare(const Arguments<T>&, const Unit& unit, bool has_new) {
-        has_key = has_new;
+    __device__ __forceinline__ void prepare(const Arguments<T>&, const Unit& unit, int begin,
+                                            int end) {
+        has_key = copies_token<S>(unit, begin, end);
         const int token = unit.item.query_start;
         slot = load_l2(projection.slots + token);
         const long long place = load_l2(projection.positions + token) * S::HEAD_DIM;
@@ -233,6 +258,10 @@ struct Rotated<S, NORM, true> {
     __device__ __forceinline__ void rotate(const Unit& unit, HeadRow<S> (&rows)[2]) const {
         rotate(unit, rows[0], threadIdx.x % 32 / 4);
         if (unit.num_rows >= 8) rotate(unit, rows[1], threadIdx.x % 32 / 4 + 8);
+    }
+
+    __device__ __forceinline__ bool is_new(const Unit& unit, int tile) const {
+        return has_token<S>(unit, tile);
     }
 
     // Quantises the key and the value into the tile, where only this warp reads them, and the
@@ -360,6 +389,168 @@ struct Rotated<S, NORM, true> {
             for (int step = 0; step < distance; ++step)
                 if (step + distance < HALF_STEPS) sums[step] += sums[step + distance];
         return __shfl_sync(FULL_WARP, sums[0], 1, 4) + __shfl_sync(FULL_WARP, sums[0], 3, 4);
+    }
+};
+
+constexpr int MAX_ROPE_TOKENS = 16;
+
+// The same for one chunk of up to MAX_ROPE_TOKENS tokens without norms, and a cache of T. Each row
+// of q has the angles of its token. A warp rotates the keys among those that it copies, several at
+// a time: they are in one of its tiles, as the places of its keys in the next one are farther away.
+template <class S>
+struct RotatedChunk {
+    using T = typename S::Element;
+    static constexpr bool ROTATES = true;
+    static constexpr int HALF = S::HEAD_DIM / 2, HALF_STEPS = S::HEAD_DIM / 32;
+    static constexpr int LANES = HALF / 8;  // of a key: each has a vector of either half
+    static constexpr int AT_ONCE = 32 / LANES;
+    static_assert(S::PRIVATE && S::QUERIES_IN_REGISTERS, "a warp puts keys where it reads them");
+    static_assert(!S::QUANTIZED && 32 % LANES == 0, "lanes share keys evenly");
+    static_assert(S::KEYS - S::COPY_KEYS >= MAX_ROPE_TOKENS, "keys may be in two tiles of a warp");
+
+    // A lane's part of a key and its value.
+    struct Key {
+        float cos[8], sin[8];
+        uint4 key[2], value[2];
+    };
+
+    const Projection<T>& projection;
+    int first_key, end_key;  // those that this warp has
+    float2 cos[2][HALF_STEPS][2], sin[2][HALF_STEPS][2];
+    Key first;
+
+    __device__ __forceinline__ explicit RotatedChunk(const Projection<T>& all) : projection(all) {}
+
+    __device__ __forceinline__ static int history_of(const Unit& unit) {
+        return unit.item.kv_len - unit.item.query_len;
+    }
+    __device__ __forceinline__ static int column() { return threadIdx.x % LANES * 8; }
+
+    // Loads everything that the projection does not write.
+    __device__ __forceinline__ void prepare(const Arguments<T>& args, const Unit& unit, int begin,
+                                            int end) {
+        const int history = history_of(unit), kv_len = unit.item.kv_len;
+        const int place = threadIdx.x / 32 * S::COPY_KEYS;
+        first_key = end_key = 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int tile = i == 0 ? history / S::KEYS : (kv_len - 1) / S::KEYS;
+            const int from = max(history, tile * S::KEYS + place);
+            const int to = min(kv_len, tile * S::KEYS + place + S::COPY_KEYS);
+            if (tile < begin || tile >= end || from >= to) continue;
+            first_key = from;
+            end_key = to;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row =
+                min(half * 8 + static_cast<int>(threadIdx.x) % 32 / 4, unit.num_rows - 1);
+            const int token = unit.item.query_start + args.token_of(unit.item.first_row + row);
+            const long long at =
+                load_l2(projection.positions + token) * S::HEAD_DIM + threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int step = 0; step < HALF_STEPS; ++step)
+#pragma unroll
+                for (int part = 0; part < 2; ++part) {
+                    const long long where = at + step * 16 + part * 8;
+                    cos[half][step][part] =
+                        load_l2(reinterpret_cast<const float2*>(projection.cos + where));
+                    sin[half][step][part] =
+                        load_l2(reinterpret_cast<const float2*>(projection.sin + where + HALF));
+                }
+        }
+        load_angles(first, unit, first_key + threadIdx.x % 32 / LANES);
+    }
+
+    __device__ __forceinline__ const T* key_row(const Arguments<T>&, const Unit&) const {
+        return nullptr;
+    }
+
+    __device__ __forceinline__ void load(const Arguments<T>& args, const Unit& unit) {
+        load_key(first, args, unit, first_key + threadIdx.x % 32 / LANES);
+    }
+
+    __device__ __forceinline__ void rotate(const Unit&, HeadRow<S> (&rows)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int step = 0; step < HALF_STEPS; ++step)
+#pragma unroll
+                for (int part = 0; part < 2; ++part)
+                    rotate_words(rows[half].words[step][part],
+                                 rows[half].words[step + HALF_STEPS][part], cos[half][step][part],
+                                 sin[half][step][part]);
+    }
+
+    __device__ __forceinline__ bool is_new(const Unit&, int tile) const {
+        return first_key < end_key && first_key / S::KEYS == tile;
+    }
+
+    // Writes keys and values to the tile, where only this warp reads them, and to the cache.
+    __device__ __forceinline__ void place(const Arguments<T>& args, const Unit& unit,
+                                          const HeadRow<S> (&)[2], T* keys, T* values) const {
+        Key one = first;
+#pragma unroll 1
+        for (int base = first_key; base < end_key; base += AT_ONCE) {
+            const int key = base + threadIdx.x % 32 / LANES;
+            if (base > first_key) {
+                load_angles(one, unit, key);
+                load_key(one, args, unit, key);
+            }
+            if (key >= end_key) continue;
+            unsigned* const low = reinterpret_cast<unsigned*>(&one.key[0]);
+            unsigned* const high = reinterpret_cast<unsigned*>(&one.key[1]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                rotate_words(low[i], high[i], make_float2(one.cos[2 * i], one.cos[2 * i + 1]),
+                             make_float2(one.sin[2 * i], one.sin[2 * i + 1]));
+            const long long slot = load_l2(projection.slots + token_of(unit, key));
+            const int offset = static_cast<int>(slot) & ((1 << args.block_shift) - 1);
+            const long long to = (static_cast<int>(slot) >> args.block_shift) * args.block_stride +
+                                 (offset * args.num_kv_heads + unit.head) * S::HEAD_DIM + column();
+            const int at = key % S::KEYS * S::PITCH + column();
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                store_vector(keys + at + half * HALF, one.key[half]);
+                store_vector(values + at + half * HALF, one.value[half]);
+                if (slot < 0) continue;
+                store_vector(projection.k_cache + to + half * HALF, one.key[half]);
+                store_vector(projection.v_cache + to + half * HALF, one.value[half]);
+            }
+        }
+        __syncwarp();
+    }
+
+   private:
+    // Index of a key's token in the step.
+    __device__ __forceinline__ static int token_of(const Unit& unit, int key) {
+        return unit.item.query_start + key - history_of(unit);
+    }
+
+    __device__ __forceinline__ void load_angles(Key& to, const Unit& unit, int key) const {
+        if (key >= end_key) return;
+        const long long at =
+            load_l2(projection.positions + token_of(unit, key)) * S::HEAD_DIM + column();
+        load_floats(projection.cos + at, to.cos);
+        load_floats(projection.sin + at + HALF, to.sin);
+    }
+
+    __device__ __forceinline__ void load_key(Key& to, const Arguments<T>& args, const Unit& unit,
+                                             int key) const {
+        if (key >= end_key) return;
+        const T* const row = args.q + token_of(unit, key) * args.q_stride +
+                             (args.num_heads + unit.head) * S::HEAD_DIM + column();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            to.key[half] = load_l2(reinterpret_cast<const uint4*>(row + half * HALF));
+            to.value[half] = load_l2(reinterpret_cast<const uint4*>(
+                row + args.num_kv_heads * S::HEAD_DIM + half * HALF));
+        }
+    }
+
+    __device__ __forceinline__ static void rotate_words(unsigned& low, unsigned& high,
+                                                        const float2& cos, const float2& sin) {
+        rotate_pairs<T>(ptx::unpack<T>(low), ptx::unpack<T>(high), cos, sin, low, high);
     }
 };
 
