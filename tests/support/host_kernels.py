@@ -33,7 +33,7 @@ from inflight.models.quantization.matrix import QuantizedMatrix
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import NO_DRAFT, NOT_DRAFTED, BatchState, Step
-from inflight_kernels.ops.drafting import DraftLimits, DraftPass
+from inflight_kernels.ops.drafting import DraftLimits, DraftPass, MatchLimits
 from inflight_kernels.ops.linear import grouped_rows
 from inflight_kernels.ops.linear.grouped_rows import GroupedRows
 from inflight_kernels.ops.linear.operands import (
@@ -305,9 +305,7 @@ def draft_ngram(
     last_positions: Tensor,
     history: Tensor,
     drafts: Tensor,
-    max_match: int,
-    min_match: int,
-    per_match: int = 0,
+    limits: MatchLimits,
     copies: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
@@ -321,7 +319,14 @@ def draft_ngram(
         if copies is not None and copies[slot, 0] >= 0:
             start, position = copies[slot].tolist()
             copy = Copy(start, position + 1)
-        found, copy = propose(tokens, max_match, min_match, count, per_match=per_match, copy=copy)
+        found, copy = propose(
+            tokens,
+            limits.max_match,
+            limits.min_match,
+            count,
+            per_match=limits.per_match,
+            copy=copy,
+        )
         drafts[slot] = torch.tensor(found + [NO_DRAFT] * (count - len(found)))
         if copies is not None and copy is not None:
             copies[slot] = torch.tensor([copy.start, copy.length - 1])

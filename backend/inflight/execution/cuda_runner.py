@@ -31,7 +31,6 @@ from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
-from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import (
     DeviceBatch,
     SampledTokens,
@@ -43,7 +42,8 @@ from inflight.execution.drafters.drafter import DeviceDrafter, Drafter
 from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
-from inflight.execution.graph_buckets import capture_sizes, prompt_key_counts, row_counts
+from inflight.execution.graphs.buckets import capture_sizes, prompt_key_counts, row_counts
+from inflight.execution.graphs.capture import capture_graph
 from inflight.execution.launch_recording import find_kernels
 from inflight.execution.runner import HostMemory, PendingStep
 from inflight.execution.step_timing import TimedLimits, device_seconds, measure_costs

@@ -238,18 +238,7 @@ class DeviceBatch:
         changes = _Changes()
         num_chunks = size.num_chunks if bucket is None else bucket.num_chunks
         end, row_start = self._write_step(batch, num_chunks, host, changes, drafts)
-        views: list[Tensor] = []
-        for values in changes.arrays():
-            if not values:  # most of them, in most steps; a slice is half of a launch
-                views.append(self._nothing)
-                continue
-            view = slice(end, end + len(values))
-            if view.stop <= len(host):
-                host[view] = values
-                end = view.stop
-                views.append(self.step.buffer[view])
-            else:  # a separate, synchronous copy
-                views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
+        end, views = self._write_changes(changes, host, end)
         pinned = self._pinned[self._ring_index]
         batch_state.upload(pinned[:end], self.step.buffer[:end], pdl=True)
         places, blocks, slots, row_params, bias_ids, biases, history_places, history = views[:8]
@@ -280,6 +269,23 @@ class DeviceBatch:
             logit_bias,
             (ban_rows.long(), ban_ids.long()) if changes.ban_rows else None,
         )
+
+    def _write_changes(self, changes: _Changes, host: _Ints, end: int) -> tuple[int, list[Tensor]]:
+        """Write a step's diffs behind its arrays; returns their end, and each of them on the
+        device."""
+        views: list[Tensor] = []
+        for values in changes.arrays():
+            if not values:  # most of them, in most steps; a slice is half of a launch
+                views.append(self._nothing)
+                continue
+            view = slice(end, end + len(values))
+            if view.stop <= len(host):
+                host[view] = values
+                end = view.stop
+                views.append(self.step.buffer[view])
+            else:  # a separate, synchronous copy
+                views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
+        return end, views
 
     def clear(self) -> None:
         """Submit a step without chunks, which reads and writes no block."""

@@ -19,7 +19,7 @@ from inflight.errors import ConfigError
 from inflight.execution.device_batch import SamplerStages
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.drafters.drafter_spec import DrafterSpec
-from inflight.execution.graph_buckets import capture_sizes, prompt_key_counts, row_counts
+from inflight.execution.graphs.buckets import capture_sizes, prompt_key_counts, row_counts
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams

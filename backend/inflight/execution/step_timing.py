@@ -10,7 +10,7 @@ import torch
 from inflight.core.step_size import StepSize
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
-from inflight.execution.graph_buckets import row_counts, verification_sizes
+from inflight.execution.graphs.buckets import row_counts, verification_sizes
 from inflight.scheduling.draft_budget import StepCosts, StepTimes
 
 # Runs of each call.

@@ -67,10 +67,10 @@ from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 _PLAN_THREADS = 1024
-# The kernel for a step of one chunk, the most items that it takes, and the fewest shares for each
-# unit.
+# The kernels for a step of one chunk, the items that they take at most, and the fewest shares for
+# each unit.
 _PLAN_SINGLE_THREADS = 256
-_SINGLE_ITEMS = 4
+_SINGLE_ITEMS = (1, 4)
 _SINGLE_SHARES = 16
 _NO_WINDOW = 1 << 30
 _DEQUANTIZE_THREADS = 256
@@ -144,9 +144,10 @@ def plan_part(
         window, batch_invariant: see `AttentionParams`.
         pdl: see `Kernel`.
     """
-    if _is_single(step, part, heads, batch_invariant):
+    max_items = _max_items(step, part, heads, batch_invariant)
+    if max_items:
         query_start, seq_lens, _, *others, _ = _plan_arguments(step, part, heads, window)
-        kernel("attention_plan", "plan_single")(
+        kernel("attention_plan", f"plan_single<{max_items}>")(
             1, _PLAN_SINGLE_THREADS, query_start, seq_lens, *others, pdl=pdl
         )
         return
@@ -159,19 +160,18 @@ def plan_part(
     )
 
 
-def _is_single(
-    step: PlannedStep, part: Part, heads: tuple[int, int], batch_invariant: bool
-) -> bool:
-    """Whether a part is of one chunk's few items, and is always cut into pieces."""
+def _max_items(step: PlannedStep, part: Part, heads: tuple[int, int], batch_invariant: bool) -> int:
+    """Items of the kernel for a part of one chunk, if it has few and they are always cut into
+    pieces; 0 if it has not."""
     group, units = heads
     num_items = -(-longest_of(step) * group // part.shape.rows)
-    return (
+    is_single = (
         len(step.seq_lens) == 1
         and not batch_invariant
         and not isinstance(part.shape, HopperShape)
-        and num_items <= _SINGLE_ITEMS
         and num_items * units * _SINGLE_SHARES <= part.num_shares
     )
+    return next((most for most in _SINGLE_ITEMS if is_single and num_items <= most), 0)
 
 
 def _plan_arguments(
@@ -302,10 +302,10 @@ def rope_attend(
     if not metadata.planned:
         plan(metadata, pdl=pdl)
     name = shape.rotating_chunk_name(storage)
-    norms: tuple[object, ...] = ()
+    angles: tuple[object, ...] = (rope.slot_mapping, rope.positions, rope.cos, rope.sin)
     if not is_chunk:
         name = shape.rotating_name(storage, weights.qk_norm is not None)
-        norms = norm_arguments(weights.qk_norm, qkv)
+        angles += norm_arguments(weights.qk_norm, qkv)
     kernel("attention", name)(
         part.num_shares,
         shape.threads,
@@ -313,11 +313,7 @@ def rope_attend(
         *kv.values,
         *_arguments(part, qkv, kv, metadata, metadata.block_tables, out, weights.sinks),
         history_ready,
-        rope.slot_mapping,
-        rope.positions,
-        rope.cos,
-        rope.sin,
-        *norms,
+        *angles,
         shared=shape.shared_bytes,
         pdl=pdl,
     )
@@ -383,7 +379,8 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     if head_dim in HEADS_HEAD_DIMS:
         shapes_of_any += [HeadsShape(head_dim, cached) for cached in cached_types]
     storage = _STORAGE_TYPES[dtype]
-    plans = ("plan", "plan_single", "plan_cascade", "plan_dequantization")
+    singles = (f"plan_single<{most}>" for most in _SINGLE_ITEMS)
+    plans = ("plan", *singles, "plan_cascade", "plan_dequantization")
     found = [("attention_plan", name) for name in plans]
     if head_dim in HOPPER_HEAD_DIMS:
         shapes_of_any.append(HopperShape(head_dim))

@@ -21,32 +21,53 @@ _THREADS = 256
 _PASS_THREADS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class MatchLimits:
+    """Limits of `draft_ngram`.
+
+    Attributes:
+        max_match, min_match: tokens that must match, at least 1.
+        per_match: drafts at most for each token that matches; the others are NO_DRAFT. 0 for no
+            such limit.
+
+    Raises:
+        ValueError: one of the first two is out of range.
+    """
+
+    max_match: int
+    min_match: int
+    per_match: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_match <= self.max_match:
+            raise ValueError(
+                f"min_match {self.min_match}, max_match {self.max_match}; "
+                "required: 1 <= min_match <= max_match"
+            )
+
+
 def draft_ngram(
     slots: Tensor,
     last_positions: Tensor,
     history: Tensor,
     drafts: Tensor,
-    max_match: int,
-    min_match: int,
+    limits: MatchLimits,
     *,
-    per_match: int = 0,
     copies: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """drafts[slot] = the tokens after an earlier occurrence of the sequence's last tokens.
 
-    The longest match wins, up to max_match tokens, and among equally long ones the latest, or the
-    first that resumes a copy. Drafts beyond the end repeat the continuation. Without a match all
-    drafts are NO_DRAFT. See `torch_ops.drafting.find_match`.
+    The longest match wins, up to limits.max_match tokens, and among equally long ones the latest,
+    or the first that resumes a copy. Drafts beyond the end repeat the continuation. Without a match
+    all drafts are NO_DRAFT. See `torch_ops.drafting.find_match`.
 
     Args:
         slots: [n] int32, sequences to draft for; negative ones are skipped.
         last_positions: [slots] int32, of each sequence's last token.
         history: [slots, W] int32, its tokens; a sequence beyond W gets no drafts.
         drafts: [slots, K] int32, written.
-        max_match, min_match: tokens that must match, at least 1.
-        per_match: drafts at most for each token that matches; the others are NO_DRAFT. 0 for no
-            such limit.
+        limits: of the match.
         copies: [slots, 2] int32, the source of each sequence's last drafts after a match: where it
             begins, and the position of the last token at that time. Negative for none; updated.
             None to resume no copy.
@@ -63,8 +84,6 @@ def draft_ngram(
     check("last_positions", last_positions, (num_slots,), torch.int32, vectors=False)
     check("history", history, (num_slots, width), torch.int32, vectors=False)
     check("drafts", drafts, (num_slots, drafts.shape[1]), torch.int32, vectors=False)
-    if not 1 <= min_match <= max_match:
-        raise ValueError(f"min_match {min_match}, max_match {max_match}; required: 1 <= min <= max")
     if n:
         kernel("drafting", "draft_ngram")(
             n,
@@ -75,9 +94,9 @@ def draft_ngram(
             width,
             drafts,
             drafts.shape[1],
-            max_match,
-            min_match,
-            per_match,
+            limits.max_match,
+            limits.min_match,
+            limits.per_match,
             0 if copies is None else copies,
             pdl=pdl,
         )

@@ -14,7 +14,7 @@ from inflight.core.request import Request
 from inflight.core.step_size import StepSize
 from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
-from inflight.execution.cuda_graph import capture_graph
+from inflight.execution.graphs.capture import capture_graph
 from windowed import LENGTHS, keep_all, make_engine, requests, run_poisoned, write_model
 
 pytestmark = pytest.mark.gpu

@@ -167,14 +167,14 @@ def test_a_single_chunk_is_planned_as_one_of_many(monkeypatch, q_len, heads, kv_
         places += [(part.first_item, 8), (part.items, 32 * num_items)]
         return [workspace[first : first + size].tolist() for first, size in places]
 
-    used, single = [], attention._is_single
+    used, max_items = [], attention._max_items
     monkeypatch.setattr(
-        attention, "_is_single", lambda *step: used.append(single(*step)) or used[-1]
+        attention, "_max_items", lambda *step: used.append(max_items(*step)) or used[-1]
     )
     found = planned()
-    monkeypatch.setattr(attention, "_is_single", lambda *step: False)
+    monkeypatch.setattr(attention, "_max_items", lambda *step: 0)
     assert found == planned()
-    assert used == [True]
+    assert used == [1 if q_len * heads[0] <= 16 * heads[1] else 4]
 
 
 @pytest.mark.parametrize("step", ["decode, ragged", "one chunk", "long prefill", "mixed"])

@@ -10,6 +10,7 @@ from inflight_kernels.ops.batch_state import NO_DRAFT, BatchState, Step, StepLay
 from inflight_kernels.ops.drafting import (
     DraftLimits,
     DraftPass,
+    MatchLimits,
     advance_drafting,
     begin_drafting,
     draft_ngram,
@@ -37,7 +38,7 @@ def test_drafts_are_those_of_the_definition(
     last = torch.tensor([length - 1 for length in lengths] + [0], dtype=torch.int32, device="cuda")
     drafts = torch.full((len(lengths) + 1, num_drafts), POISON, dtype=torch.int32, device="cuda")
     slots = torch.tensor([*reversed(range(len(lengths))), -1], dtype=torch.int32, device="cuda")
-    draft_ngram(slots, last, on_device, drafts, max_match, min_match, per_match=per_match)
+    draft_ngram(slots, last, on_device, drafts, MatchLimits(max_match, min_match, per_match))
     for slot, length in enumerate(lengths):
         tokens = history[slot, :length].astype(np.int64)
         expected, _ = propose(tokens, max_match, min_match, num_drafts, per_match=per_match)
@@ -71,8 +72,7 @@ def test_copies_are_resumed_as_by_the_definition(
             last,
             torch.from_numpy(history).cuda(),
             drafts,
-            max_match,
-            min_match,
+            MatchLimits(max_match, min_match),
             copies=on_device,
         )
         for place, text in enumerate(texts):
@@ -94,7 +94,9 @@ def test_a_sequence_that_outgrows_its_history_gets_no_drafts() -> None:
     history = torch.zeros(1, 8, dtype=torch.int32, device="cuda")
     last = torch.tensor([8], dtype=torch.int32, device="cuda")
     drafts = torch.full((1, 3), POISON, dtype=torch.int32, device="cuda")
-    draft_ngram(torch.zeros(1, dtype=torch.int32, device="cuda"), last, history, drafts, 4, 1)
+    draft_ngram(
+        torch.zeros(1, dtype=torch.int32, device="cuda"), last, history, drafts, MatchLimits(4, 1)
+    )
     assert drafts.tolist() == [[NO_DRAFT] * 3]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_projections import make_projection
+from attention_projections import Projection, make_projection
 from attention_steps import BOUND, DTYPES, STEPS, error, head_error, with_sinks
 from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.attention import plan, rotates, rotates_chunk
@@ -22,6 +22,21 @@ DECODES = [step for step in STEPS if step.startswith("decode") and step != "deco
 ROTATED_HEADS = [(32, 8, 128), (8, 8, 64), (28, 4, 128), (15, 1, 96), (8, 1, 64)]
 
 
+def run_and_rotate(made: Projection, **options: int) -> torch.Tensor:
+    """The result of a projection, whose keys and values are those of the kernel that only writes
+    them; q of its step is rotated then."""
+    qkv = made.qkv.clone()
+    out = made.run(**options)
+    k_cache, v_cache = made.step.k_cache.clone(), made.step.v_cache.clone()
+    assert torch.equal(made.qkv, qkv)
+    made.rotate(made.step.q)
+    assert torch.equal(v_cache.nan_to_num(7.0), made.step.v_cache.nan_to_num(7.0))
+    assert torch.equal(k_cache.isnan(), made.step.k_cache.isnan())
+    # Rounded once more where the compiler joins other products and sums.
+    assert error(k_cache.nan_to_num(0.0), made.step.k_cache.nan_to_num(0.0).double()) < 1e-4
+    return out
+
+
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), ROTATED_HEADS)
@@ -32,15 +47,7 @@ def test_a_projection_is_rotated_written_and_attended_in_one(
     assert rotates(num_heads, num_kv_heads, head_dim)
     options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     made = make_projection(*STEPS[step], normed=normed, dtype=dtype, **options)
-    qkv = made.qkv.clone()
-    out = made.run()
-    k_cache, v_cache = made.step.k_cache.clone(), made.step.v_cache.clone()
-    assert torch.equal(made.qkv, qkv)
-    made.rotate(made.step.q)
-    assert torch.equal(v_cache.nan_to_num(7.0), made.step.v_cache.nan_to_num(7.0))
-    assert torch.equal(k_cache.isnan(), made.step.k_cache.isnan())
-    # Rounded once more where the compiler joins other products and sums.
-    assert error(k_cache.nan_to_num(0.0), made.step.k_cache.nan_to_num(0.0).double()) < 1e-4
+    out = run_and_rotate(made)
     assert error(out, made.step.definition()) < BOUND[dtype]
 
 
@@ -64,15 +71,7 @@ def test_a_chunk_is_rotated_written_and_attended_in_one(q_len, kv_len, heads, dt
     made = make_projection([q_len], [kv_len], dtype=dtype, **options)
     if sinks:
         made.step = with_sinks(made.step)
-    qkv = made.qkv.clone()
-    out = made.run(window=window)
-    k_cache, v_cache = made.step.k_cache.clone(), made.step.v_cache.clone()
-    assert torch.equal(made.qkv, qkv)
-    made.rotate(made.step.q)
-    assert torch.equal(v_cache.nan_to_num(7.0), made.step.v_cache.nan_to_num(7.0))
-    assert torch.equal(k_cache.isnan(), made.step.k_cache.isnan())
-    # Rounded once more where the compiler joins other products and sums.
-    assert error(k_cache.nan_to_num(0.0), made.step.k_cache.nan_to_num(0.0).double()) < 1e-4
+    out = run_and_rotate(made, window=window)
     assert head_error(out, made.step.definition(window=window)) < BOUND[dtype]
 
 

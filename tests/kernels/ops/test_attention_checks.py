@@ -200,6 +200,6 @@ def test_a_projection_goes_into_a_cache_of_8_bits_unless_it_is_in_float16(
     assert not launched
     run(torch.bfloat16)
     assert [name for _, name in launched] == [
-        "plan_single",
+        "plan_single<1>",
         f"rope_attend<attention::Shape<__nv_bfloat16, 128, 1, 4, 1, 64, 3, {cached}>, false>",
     ]

@@ -200,7 +200,7 @@ def test_every_shape_of_every_type_is_instantiated():
         "attention_heads": 2 * types * 3,
         "attention_hopper": 2 * 2,
         "attention_dequantize": 2 * 2,  # types of 8 bits, heads with a kernel for Hopper
-        "attention_plan": 4,
+        "attention_plan": 5,
     }
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from inflight.core.step_size import StepSize
-from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
+from inflight.execution.graphs.capture import capture_graph
 from inflight.kv.cache import KVCache
 from inflight.models.layers.attention import ForwardInputs, TableInputs
 from inflight_kernels.ops import drafting, sampling

@@ -25,9 +25,7 @@ class DeviceSearch(DeviceDrafter):
         self, max_match: int, min_match: int, *, per_match: int = 0, resumes: bool = False
     ) -> None:
         super().__init__()
-        self._max_match = max_match
-        self._min_match = min_match
-        self._per_match = per_match
+        self._limits = drafting.MatchLimits(max_match, min_match, per_match)
         self._resumes = resumes
 
     def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
@@ -38,9 +36,7 @@ class DeviceSearch(DeviceDrafter):
             state.last_positions,
             state.history,
             state.drafts,
-            self._max_match,
-            self._min_match,
-            per_match=self._per_match,
+            self._limits,
             copies=state.copies if self._resumes else None,
             pdl=True,
         )

@@ -324,26 +324,24 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                                 arrivals, queue, whole, 1, {});
 }
 
-// The same for a step of one chunk, if it has up to MAX_SINGLE_ITEMS items and num_shares is at
-// least 16 times the number of its units: these are always cut into pieces then. `plan` has many
-// more instructions, which are fetched anew in each step, and barriers. For any number of whole
-// warps.
-extern "C" __global__ void plan_single(const int* query_start, const int* seq_lens, int group,
-                                       int num_kv_heads, int unit_rows, int unit_keys, int window,
-                                       int min_rows, int max_rows, int num_shares, int* first_item,
-                                       attention::Item* items, attention::Share* shares,
-                                       int* arrivals) {
+// The same for a step of one chunk, if it has up to MAX_ITEMS items and num_shares is at least 16
+// times the number of its units: these are always cut into pieces then. `plan` has many more
+// instructions, which are fetched anew in each step, and barriers. For any number of whole warps.
+template <int MAX_ITEMS>
+__global__ void plan_single(const int* query_start, const int* seq_lens, int group,
+                            int num_kv_heads, int unit_rows, int unit_keys, int window,
+                            int min_rows, int max_rows, int num_shares, int* first_item,
+                            attention::Item* items, attention::Share* shares, int* arrivals) {
     using namespace attention;
-    constexpr int MAX_SINGLE_ITEMS = 4;
     pdl_wait();
     pdl_launch_dependents();
     const int begin = query_start[0], end = query_start[1], rows = (end - begin) * group;
     const bool has_items = rows > min_rows && rows <= max_rows;
     const int num_items = has_items ? (rows + unit_rows - 1) / unit_rows : 0;
-    Item found[MAX_SINGLE_ITEMS];
+    Item found[MAX_ITEMS];
     int num_tiles = 0, longest = 0;
 #pragma unroll
-    for (int k = 0; k < MAX_SINGLE_ITEMS; ++k) {
+    for (int k = 0; k < MAX_ITEMS; ++k) {
         if (k >= num_items) break;
         found[k] = item_of_rows(0, k * unit_rows, begin, end, seq_lens[0], group, unit_rows,
                                 unit_keys, window);
@@ -355,7 +353,7 @@ extern "C" __global__ void plan_single(const int* query_start, const int* seq_le
     const auto count_of = [&](int size) {
         int count = 0;
 #pragma unroll
-        for (int k = 0; k < MAX_SINGLE_ITEMS; ++k)
+        for (int k = 0; k < MAX_ITEMS; ++k)
             if (k < num_items) count += (found[k].kv_tiles + size - 1) / size;
         return count;
     };
@@ -370,7 +368,7 @@ extern "C" __global__ void plan_single(const int* query_start, const int* seq_le
         Share own = {};
         int first = 0;  // piece of item k
 #pragma unroll
-        for (int k = 0; k < MAX_SINGLE_ITEMS; ++k) {
+        for (int k = 0; k < MAX_ITEMS; ++k) {
             if (k >= num_items) break;
             const int count = (found[k].kv_tiles + piece - 1) / piece * num_kv_heads;
             if (share >= first && share < first + count)
@@ -384,7 +382,7 @@ extern "C" __global__ void plan_single(const int* query_start, const int* seq_le
     first_item[0] = 0;
     first_item[1] = num_items;
 #pragma unroll
-    for (int k = 0; k < MAX_SINGLE_ITEMS; ++k)
+    for (int k = 0; k < MAX_ITEMS; ++k)
         if (k < num_items) items[k] = found[k];
 }
 

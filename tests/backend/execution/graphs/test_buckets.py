@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from inflight.core.step_size import StepSize
-from inflight.execution.graph_buckets import capture_sizes, row_counts, sharing_counts
+from inflight.execution.graphs.buckets import capture_sizes, row_counts, sharing_counts
 
 MAX_NUM_SEQS, MAX_DRAFTS = 64, 5
 MAX_ROWS = MAX_NUM_SEQS + 100
