@@ -74,7 +74,6 @@ _WARM_UP_LENGTHS = (1, 2, 8, 64)
 # Blocks in a timed load from host memory.
 _TIMED_LOADS = 16
 
-
 # Sizes of steps whose buckets are remembered: in a hundred of them, one is sought for 20 us.
 _MAX_KNOWN_BUCKETS = 4096
 

@@ -70,8 +70,8 @@ def measure_costs(
     def seconds(size: StepSize) -> float:
         # As few sequences as may have so many tokens.
         count = min(-(-size.num_tokens // size.max_q_len), limits.max_num_seqs)
-        length = min(size.num_tokens // count, size.max_q_len)
-        batch.send_dummies(count, length, max(0, min(_CONTEXT, limits.max_len - length)))
+        length = min(size.num_tokens // count, size.max_q_len, limits.max_len)
+        batch.send_dummies(count, length, min(_CONTEXT, limits.max_len - length))
         return device_seconds(lambda: run(size))
 
     def times(sizes: Sequence[StepSize]) -> StepTimes:

@@ -7,20 +7,26 @@ instructions, tiles are copied once, and shared memory has no bank conflicts.
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from inflight_kernels.ops import attention
 from inflight_kernels.ops.attention import instantiations
 from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
+    MAX_ROPE_TOKENS,
+    Gpu,
     Heads,
     HeadsShape,
     HopperShape,
     Shape,
     candidates,
     heads_shape,
+    parts,
     shapes,
 )
 from inflight_kernels.runtime.launch import BYTE_TYPES
@@ -221,6 +227,32 @@ def test_whatever_a_gpu_takes_is_instantiated(shared_kib, head_dim):
         assert few.rotates == (head_dim <= 128)
         if few.rotates:
             assert {few.rotating_name(storage, norms) for norms in (False, True)} <= compiled
+        assert few.rotates_chunks == (not cached and head_dim in (64, 128))
+        if few.rotates_chunks:
+            assert few.rotating_chunk_name(storage) in compiled
+
+
+def test_a_chunk_that_is_rotated_has_as_many_tokens_as_in_the_kernel():
+    source = (
+        Path(attention.__file__).parents[1] / "csrc/attention/attention_source.cuh"
+    ).read_text()
+    assert re.search(rf"\bMAX_ROPE_TOKENS = {MAX_ROPE_TOKENS}\b", source)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_tokens", "group", "expected"),
+    [
+        (1, 8, 3, [16]),  # 24 rows: two units
+        (1, 16, 4, [16]),
+        (1, 17, 4, [128]),
+        (2, 16, 3, [64]),  # of 8 tokens each
+        (2, 8, 4, [16]),
+    ],
+)
+def test_a_chunk_alone_has_units_of_few_rows(num_chunks, num_tokens, group, expected):
+    gpu, heads = Gpu(132, 228 << 10, True), Heads(3, group, 64)
+    found = parts(num_chunks, num_tokens, num_tokens // num_chunks, heads, gpu)
+    assert [part.shape.rows for part in found] == expected
 
 
 # ---------------------------------------------------------------- tiles on Hopper

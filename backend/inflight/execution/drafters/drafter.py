@@ -145,7 +145,7 @@ class DeviceDrafter:
         Args:
             batch: after `end_step`.
             num_chunks: of that step.
-            num_drafts: maximum over its sequences.
+            num_drafts: maximum over its sequences; 0 if a search is only to report.
         """
 
     def capture(self, sizes: list[int], pool: Any) -> None:
