@@ -13,6 +13,10 @@ token among the next RESUME_TOKENS of that passage. Without one, a single new to
 replacement of another."""
 
 
+MAX_COUNT = 1 << 30
+"""More drafts than there are of any text."""
+
+
 class Copy(NamedTuple):
     """The source of a text's last drafts.
 
@@ -111,6 +115,7 @@ def propose(
     count: int,
     *,
     per_match: int = 0,
+    max_resumed: int = MAX_COUNT,
     copy: Copy | None = None,
 ) -> tuple[list[int], Copy | None]:
     """Drafts of a text: the tokens after the match that `find_match` finds.
@@ -119,6 +124,7 @@ def propose(
         tokens, max_match, min_match: see `find_match`.
         count: tokens to draft.
         per_match: tokens at most for each one that matches; 0 for no such limit.
+        max_resumed: tokens at most after a match of fewer than min_match tokens.
         copy: the source of its drafts before, which it may resume.
 
     Returns:
@@ -128,6 +134,8 @@ def propose(
     match = find_match(tokens, max_match, min_match, left_copy(tokens, copy))
     if match is None:
         return [], copy
+    if match.num_tokens < min_match:
+        count = min(count, max_resumed)
     if per_match:
         count = min(count, per_match * match.num_tokens)
     if match.num_tokens:

@@ -18,6 +18,10 @@ from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.kv.cache import KVCache
 from inflight_kernels.torch_ops.drafting import Copy, propose
 
+# Drafts of the host where a copy is resumed: fewer of them are right, and a CPU takes longer for
+# each. If it is right, the next match is longer.
+_MAX_RESUMED = 1
+
 _ROOM = 256  # tokens by which a history's array grows
 
 
@@ -52,7 +56,12 @@ class NgramDrafter:
             history = self._histories[sequence.request_id] = _History()
         tokens = history.up_to_date(sequence.token_ids)
         drafts, history.copy = propose(
-            tokens, self._max_match, self._min_match, count, copy=history.copy
+            tokens,
+            self._max_match,
+            self._min_match,
+            count,
+            max_resumed=_MAX_RESUMED,
+            copy=history.copy,
         )
         return drafts
 

@@ -21,6 +21,7 @@ def slow_match(
     min_match: int,
     count: int,
     per_match: int = 0,
+    max_resumed: int = 100,
     copy: Copy | None = None,
 ) -> tuple[list[int], Copy | None]:
     """The definition, as it reads."""
@@ -52,7 +53,12 @@ def slow_match(
         else:
             continue
         longer = list(tokens)
-        for i in range(min(count, per_match * matched) if per_match else count):
+        limits = [count]
+        if matched < min_match:
+            limits.append(max_resumed)
+        if per_match:
+            limits.append(per_match * matched)
+        for i in range(min(limits)):
             longer.append(longer[start + i])
         return longer[len(tokens) :], Copy(start, len(tokens)) if matched else copy
     return [], copy
@@ -65,6 +71,7 @@ def slow_match(
     less=st.integers(0, 5),
     count=st.integers(1, 8),
     per_match=st.integers(0, 2),
+    max_resumed=st.integers(1, 8),
     places=st.tuples(st.integers(0, 88), st.integers(0, 88)) | st.none(),
 )
 def test_a_match_is_that_of_the_definition(
@@ -73,14 +80,16 @@ def test_a_match_is_that_of_the_definition(
     less: int,
     count: int,
     per_match: int,
+    max_resumed: int,
     places: tuple[int, int] | None,
 ) -> None:
     min_match = max(1, max_match - less)
     copy = None
     if places is not None and max(places) < len(tokens):
         copy = Copy(min(places), max(places) + 1)
-    found = propose(np.array(tokens), max_match, min_match, count, per_match=per_match, copy=copy)
-    assert found == slow_match(tokens, max_match, min_match, count, per_match, copy)
+    limits = {"per_match": per_match, "max_resumed": max_resumed}
+    found = propose(np.array(tokens), max_match, min_match, count, copy=copy, **limits)
+    assert found == slow_match(tokens, max_match, min_match, count, copy=copy, **limits)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +118,13 @@ def test_a_copy_goes_on_after_an_edit() -> None:
     text = Sequence(Request(1, [*PASSAGE, 1, 10, 11], SamplingParams()), 1000)
     assert drafter.propose([chunk(text, 3)]) == [[12, 13, 14]]
     text.token_ids += [12, 13, 99]  # and another one, perhaps in the place of the next token
-    assert drafter.propose([chunk(text, 3)]) == [[15, 16, 17]]
+    assert drafter.propose([chunk(text, 3)]) == [[15]]
     text.token_ids += [98]
     assert drafter.propose([chunk(text, 3)]) == [[]]
     text.token_ids += [20]
-    assert drafter.propose([chunk(text, 3)]) == [[21, 22, 23]]
+    assert drafter.propose([chunk(text, 3)]) == [[21]]
+    text.token_ids += [21]
+    assert drafter.propose([chunk(text, 3)]) == [[22, 23, 24]]
 
 
 def test_a_copy_that_was_left_long_ago_is_not_resumed() -> None:
@@ -122,7 +133,7 @@ def test_a_copy_that_was_left_long_ago_is_not_resumed() -> None:
     drafter.propose([chunk(text, 3)])
     text.token_ids += [12, *range(100, 100 + RESUME_AGE)]
     text.token_ids[-1] = 16
-    assert drafter.propose([chunk(text, 3)]) == [[17, 18, 19]]
+    assert drafter.propose([chunk(text, 3)]) == [[17]]
     text.token_ids += [*range(200, 200 + RESUME_AGE), 30]
     assert drafter.propose([chunk(text, 3)]) == [[]]
 
@@ -148,7 +159,9 @@ def test_a_drafter_follows_its_sequences() -> None:
     copies: list[Copy | None] = [None] * len(sequences)
     for step in range(400):
         for place, one in enumerate(sequences):
-            expected, copies[place] = slow_match(one.token_ids, 3, 1, 4, copy=copies[place])
+            expected, copies[place] = slow_match(
+                one.token_ids, 3, 1, 4, max_resumed=1, copy=copies[place]
+            )
             assert drafter.propose([chunk(one, 4)]) == [expected]
             one.token_ids += [(step * step) % 7, one.request_id]
     drafter.forget(sequences[0])
