@@ -77,8 +77,8 @@ _TIMED_LOADS = 16
 # Sizes of steps whose buckets are remembered: in a hundred of them, one is sought for 20 us.
 _MAX_KNOWN_BUCKETS = 4096
 
-# Sampling is captured for up to so many rows: its launches take the host 50 us, as much as those of
-# a graph of all layers, and of more rows the device takes longer anyway.
+# Sampling is captured for up to so many rows, where drafting follows: its launches take the host 50
+# us. Elsewhere the upload of the next step would begin later, behind a graph, by 5 us.
 _MAX_GRAPH_SAMPLED_ROWS = 64
 
 # Drafting is captured for up to so many sequences: with more, drafting rarely pays off.
@@ -214,7 +214,8 @@ class CudaRunner:
                 steps.forward(size)
             if SamplerStages.MASKS in sent.stages:
                 steps.batch.send_masks(batch, masks)  # the device computes meanwhile
-            if graph is not None and graph.sample is not None and sent.is_plain:
+            drafts_follow = self._drafts_follow(batch, sent)
+            if graph is not None and graph.sample is not None and sent.is_plain and drafts_follow:
                 graph.sample.replay()
             else:
                 steps.sample(sent)
@@ -225,12 +226,15 @@ class CudaRunner:
                     graph.update.replay()
                 elif self.drafter.has_update:
                     steps.update_drafter(size)
-                if sent.num_drafts or (
-                    self.drafter.is_search
-                    and any(chunk.sequence.adapts_drafts for chunk in batch.chunks)
-                ):
+                if drafts_follow:
                     self.drafter.draft(steps.batch, size.num_chunks, sent.num_drafts)
         return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, drafts, ended)
+
+    def _drafts_follow(self, batch: Batch, sent: SubmittedStep) -> bool:
+        """Whether the drafter works for the next step: for drafts, or for a report."""
+        if self.drafter is None or sent.num_drafts or not self.drafter.is_search:
+            return bool(sent.num_drafts)
+        return any(chunk.sequence.adapts_drafts for chunk in batch.chunks)
 
     def _bucket_for(self, size: StepSize) -> StepSize | None:
         """The captured size in which a step of this one runs; None if there is none."""
@@ -335,12 +339,11 @@ class CudaRunner:
         self._steps.batch.clear()
         every = SamplerStages(sum(need.value for need in SamplerStages))
         self._steps.sample(_submitted(StepSize(1, 1, 1, 1), every))
-        if pool is not None:
+        if self.drafter is not None:
             for size, graph in self._graphs.items():
                 if size.num_rows == size.num_tokens <= _MAX_GRAPH_SAMPLED_ROWS:
                     plain = _submitted(size, SamplerStages.NONE)
                     graph.sample = capture_graph(pool, self._steps.sample, plain)
-        if self.drafter is not None:
             for chunks in self._warm_up_counts(config):
                 self.drafter.draft(self._steps.batch, chunks, self._max_drafts)
             if pool is not None:

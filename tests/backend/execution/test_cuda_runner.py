@@ -27,7 +27,7 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch
-from inflight.core.request import Request
+from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
 from inflight.engine.engine import Engine, generate
@@ -35,7 +35,7 @@ from inflight.errors import ConfigError
 from inflight.execution import cuda_runner, launch_recording
 from inflight.execution import factory as runners
 from inflight.execution.cuda_runner import CudaRunner
-from inflight.execution.device_batch import SamplerStages, SubmittedStep
+from inflight.execution.device_batch import SubmittedStep
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.launch_recording import find_kernels
 from inflight.models.decoder_cuda import DecoderSettings
@@ -84,10 +84,10 @@ def test_steps_with_prompts_are_replayed(
 ) -> None:
     host_kernels.install(monkeypatch)
     checkpoint = tiny.write_llama(tmp_path, head_dim=64)
-    replayed: list[StepSize | SubmittedStep] = []
+    replayed: list[StepSize] = []
 
     class Counted(host_kernels.Recorded):
-        def __init__(self, pool: object, launch: Any, size: StepSize | SubmittedStep) -> None:
+        def __init__(self, pool: object, launch: Any, size: StepSize) -> None:
             def counting() -> None:
                 replayed.append(size)
                 launch(size)
@@ -116,11 +116,9 @@ def test_steps_with_prompts_are_replayed(
     tiny.step(runner, [tiny.next_chunk(first), tiny.next_chunk(second)])
     tiny.step(runner, [tiny.next_chunk(sequence) for sequence in (first, second, *long)])
     tiny.step(runner, [tiny.next_chunk(sequence) for sequence in sequences])
-    decode = StepSize(8, 8, 8, 1)
-    expected = [StepSize(64, 1, 1, 64), StepSize(96, 8, 8, 96), StepSize(640, 8, 8, 640), decode]
-    # Where each token has a row, so is sampling.
-    sampled = cuda_runner._submitted(decode, SamplerStages.NONE)
-    assert replayed == ([*expected, sampled] if cuda_graphs else [])
+    expected = [StepSize(64, 1, 1, 64), StepSize(96, 8, 8, 96)]
+    expected += [StepSize(640, 8, 8, 640), StepSize(8, 8, 8, 1)]
+    assert replayed == (expected if cuda_graphs else [])
     on_cpu = runners.build(
         EngineConfig(model=str(checkpoint.path), num_blocks=80, num_threads=1),
         checkpoint,
@@ -129,6 +127,38 @@ def test_steps_with_prompts_are_replayed(
     for index, sequence in enumerate(sequences):
         output = sequence.token_ids[len(prompts[index]) :]
         assert tiny.generate(on_cpu, [make_sequence(index)], len(output)) == [output]
+
+
+@pytest.mark.parametrize("speculation", [0, 2, AUTO_DRAFTS])
+def test_sampling_is_replayed_where_drafting_follows(
+    tmp_path: Path, speculation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_kernels.install(monkeypatch)
+    checkpoint = tiny.write_llama(tmp_path, head_dim=64)
+    replayed: list[SubmittedStep] = []
+
+    class Counted(host_kernels.Recorded):
+        def __init__(self, pool: object, launch: Any, *args: Any) -> None:
+            def counting() -> None:
+                replayed.extend(arg for arg in args if isinstance(arg, SubmittedStep))
+                launch(*args)
+
+            super().__init__(pool, counting)
+
+    monkeypatch.setattr(cuda_runner, "capture_graph", Counted)
+    config = EngineConfig(
+        model=str(checkpoint.path),
+        device="cuda",
+        max_num_seqs=4,
+        num_blocks=80,
+        speculative_config=SpeculativeConfig(method="ngram"),
+    )
+    runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
+    engine = Engine(config, runner, model.max_model_len(config), ())
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    generate(engine, [Request(1, [7, 8, 9] * 4, params, speculation=speculation)])
+    assert bool(replayed) == bool(speculation)
+    assert all(sent.is_plain for sent in replayed)
 
 
 # ---------------------------------------------------------------- what there is memory for
