@@ -30,6 +30,7 @@ from inflight_kernels.ops.batch_state import (
     FROM_DEVICE,
     NOT_DRAFTED,
     BatchState,
+    StateSizes,
     Step,
     StepLayout,
 )
@@ -185,16 +186,15 @@ class DeviceBatch:
         self._vocab_size = vocab_size
         self.step = Step(self._layout, device)
         self._num_slots = max_num_seqs = limits.max_num_seqs
-        self.state = BatchState(
-            self._layout,
+        sizes = StateSizes(
             max_num_seqs,
             limits.table_width,
             RING,
-            device,
             limits.max_drafts,
             limits.history_length,
             limits.num_tables,
         )
+        self.state = BatchState(self._layout, sizes, device)
         self.kernel_blocks = (KernelBlocks(),) * limits.num_tables
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)

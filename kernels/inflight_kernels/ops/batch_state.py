@@ -129,6 +129,27 @@ class TableState:
     slot_mapping: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Sizes of the buffers of a `BatchState`.
+
+    Attributes:
+        num_slots: sequences.
+        table_width: B.
+        ring: steps whose results are kept.
+        num_drafts: K.
+        history_length: tokens kept of each sequence; 0 for none.
+        num_tables: block tables of a sequence.
+    """
+
+    num_slots: int
+    table_width: int
+    ring: int
+    num_drafts: int = 0
+    history_length: int = 0
+    num_tables: int = 1
+
+
 class BatchState:
     """State of the running sequences on the device, and the inputs of a step's kernels.
 
@@ -155,37 +176,28 @@ class BatchState:
         results: [ring, RESULT_ROWS, N] int32 in pinned host memory.
     """
 
-    def __init__(  # the sizes of its buffers
-        self,
-        layout: StepLayout,
-        num_slots: int,
-        table_width: int,
-        ring: int,
-        device: torch.device | str,
-        num_drafts: int = 0,
-        history_length: int = 0,
-        num_tables: int = 1,
-    ) -> None:
+    def __init__(self, layout: StepLayout, sizes: StateSizes, device: torch.device | str) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        num_slots, num_tables = sizes.num_slots, sizes.num_tables
         rows, tokens, words = layout.max_rows, layout.max_tokens, ROW_PARAMS.itemsize // 4
-        self.all_tables = empty(num_tables * num_slots, table_width, dtype=torch.int32)
+        self.all_tables = empty(num_tables * num_slots, sizes.table_width, dtype=torch.int32)
         self.by_table = [
-            TableState(tables, empty(rows, table_width, dtype=torch.int32), empty(tokens))
-            for tables in self.all_tables.view(num_tables, num_slots, table_width)
+            TableState(tables, empty(rows, sizes.table_width, dtype=torch.int32), empty(tokens))
+            for tables in self.all_tables.view(num_tables, num_slots, sizes.table_width)
         ]
         self.tables = self.by_table[0].tables
         self.step_tables = self.by_table[0].step_tables
         self.slot_mapping = self.by_table[0].slot_mapping
         self.last_tokens = empty(num_slots)
         self.last_positions = empty(num_slots, dtype=torch.int32)
-        self.drafts = empty(num_slots, num_drafts, dtype=torch.int32).fill_(NOT_DRAFTED)
+        self.drafts = empty(num_slots, sizes.num_drafts, dtype=torch.int32).fill_(NOT_DRAFTED)
         self.row_params = empty(num_slots, words, dtype=torch.int32)
         self.history: Tensor | None = None
         self.copies: Tensor | None = None
-        if history_length:
-            self.history = empty(num_slots, history_length, dtype=torch.int32)
+        if sizes.history_length:
+            self.history = empty(num_slots, sizes.history_length, dtype=torch.int32)
             self.copies = empty(num_slots, 2, dtype=torch.int32).fill_(-1)
         self.token_ids = empty(tokens)
         self.positions = empty(tokens)
@@ -201,7 +213,7 @@ class BatchState:
         self.count_slots = empty(rows, dtype=torch.int32)
         # Written by the device directly: a separate copy of a few kilobytes would cost more.
         self.results = torch.zeros(
-            ring, RESULT_ROWS, rows, dtype=torch.int32, pin_memory=torch.cuda.is_available()
+            sizes.ring, RESULT_ROWS, rows, dtype=torch.int32, pin_memory=torch.cuda.is_available()
         )
 
     def sampled(self, num_rows: int) -> SamplingOutputs:

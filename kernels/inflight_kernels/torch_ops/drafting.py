@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +103,9 @@ def find_match(
     return best
 
 
-def continuation(tokens: npt.NDArray[np.int64], start: int, count: int) -> list[int]:
+def continuation(
+    tokens: Sequence[int] | npt.NDArray[np.int64], start: int, count: int
+) -> list[int]:
     """`count` tokens from `start` on; where the text ends, those from `start` on again."""
     distance = len(tokens) - start
     return [int(tokens[start + i % distance]) for i in range(count)]

@@ -78,23 +78,29 @@ def test_without_a_gpu_the_error_says_so(
 # ---------------------------------------------------------------- what is recorded
 
 
+def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[StepSize | SubmittedStep]:
+    """What the graphs were captured with that are replayed from now on, in order."""
+    replayed: list[StepSize | SubmittedStep] = []
+
+    class Counted(host_kernels.Recorded):
+        def __init__(self, pool: object, launch: Any, captured: Any) -> None:
+            def counting() -> None:
+                replayed.append(captured)
+                launch(captured)
+
+            super().__init__(pool, counting)
+
+    monkeypatch.setattr(cuda_runner, "capture_graph", Counted)
+    return replayed
+
+
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_steps_with_prompts_are_replayed(
     tmp_path: Path, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host_kernels.install(monkeypatch)
     checkpoint = tiny.write_llama(tmp_path, head_dim=64)
-    replayed: list[StepSize] = []
-
-    class Counted(host_kernels.Recorded):
-        def __init__(self, pool: object, launch: Any, size: StepSize) -> None:
-            def counting() -> None:
-                replayed.append(size)
-                launch(size)
-
-            super().__init__(pool, counting)
-
-    monkeypatch.setattr(cuda_runner, "capture_graph", Counted)
+    replayed = count_replays(monkeypatch)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 1024, "num_blocks": 80}
     config = EngineConfig(
         model=str(checkpoint.path), device="cuda", cuda_graphs=cuda_graphs, **settings
@@ -135,17 +141,7 @@ def test_sampling_is_replayed_where_drafting_follows(
 ) -> None:
     host_kernels.install(monkeypatch)
     checkpoint = tiny.write_llama(tmp_path, head_dim=64)
-    replayed: list[SubmittedStep] = []
-
-    class Counted(host_kernels.Recorded):
-        def __init__(self, pool: object, launch: Any, *args: Any) -> None:
-            def counting() -> None:
-                replayed.extend(arg for arg in args if isinstance(arg, SubmittedStep))
-                launch(*args)
-
-            super().__init__(pool, counting)
-
-    monkeypatch.setattr(cuda_runner, "capture_graph", Counted)
+    replayed = count_replays(monkeypatch)
     config = EngineConfig(
         model=str(checkpoint.path),
         device="cuda",
@@ -157,8 +153,9 @@ def test_sampling_is_replayed_where_drafting_follows(
     engine = Engine(config, runner, model.max_model_len(config), ())
     params = SamplingParams(max_tokens=12, temperature=0.0)
     generate(engine, [Request(1, [7, 8, 9] * 4, params, speculation=speculation)])
-    assert bool(replayed) == bool(speculation)
-    assert all(sent.is_plain for sent in replayed)
+    sampled = [sent for sent in replayed if isinstance(sent, SubmittedStep)]
+    assert bool(sampled) == bool(speculation)
+    assert all(sent.is_plain for sent in sampled)
 
 
 # ---------------------------------------------------------------- what there is memory for

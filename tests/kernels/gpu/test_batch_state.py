@@ -13,6 +13,7 @@ from inflight_kernels.ops.batch_state import (
     NO_DRAFT,
     NOT_DRAFTED,
     BatchState,
+    StateSizes,
     Step,
     StepLayout,
     begin_step,
@@ -37,7 +38,7 @@ POISON = -77
 
 
 def make_state(history: int = HISTORY) -> BatchState:
-    state = BatchState(LAYOUT, SLOTS, WIDTH, 3, "cuda", NUM_DRAFTS, history)
+    state = BatchState(LAYOUT, StateSizes(SLOTS, WIDTH, 3, NUM_DRAFTS, history), "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(tensor: torch.Tensor, high: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight_kernels.ops.batch_state import NO_DRAFT, BatchState, Step, StepLayout
+from inflight_kernels.ops.batch_state import NO_DRAFT, BatchState, StateSizes, Step, StepLayout
 from inflight_kernels.ops.drafting import (
     DraftLimits,
     DraftPass,
@@ -125,7 +125,7 @@ CHUNKS = [
 def after_a_step() -> tuple[Step, BatchState]:
     """A step that has ended, of CHUNKS."""
     step = Step(LAYOUT, "cuda")
-    state = BatchState(LAYOUT, SLOTS, WIDTH, 3, "cuda", NUM_DRAFTS, 128)
+    state = BatchState(LAYOUT, StateSizes(SLOTS, WIDTH, 3, NUM_DRAFTS, 128), "cuda")
     generator = torch.Generator("cuda").manual_seed(1)
 
     def draw(tensor: torch.Tensor, high: int) -> None:

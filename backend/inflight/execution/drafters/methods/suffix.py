@@ -12,8 +12,6 @@ host that drafts for sequences that need committed tokens, with a GPU, too.
 
 from __future__ import annotations
 
-from array import array
-
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.request import FinishReason
 from inflight.core.sequence import Sequence
@@ -22,6 +20,7 @@ from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.execution.drafters.output_cache import CachedMatches, OutputCache
 from inflight.execution.drafters.suffix_automaton import Match, SuffixAutomaton
 from inflight.kv.cache import KVCache
+from inflight_kernels.torch_ops.drafting import continuation
 
 _PER_MATCH = 2
 """Drafts at most for each token that matches. One has fewer rejected, but two more accepted; with
@@ -104,12 +103,6 @@ class _Text:
             automaton.advance(match, token)
             automaton.append(token)
         return len(automaton.tokens) == len(token_ids)
-
-
-def continuation(tokens: array[int], begin: int, count: int) -> list[int]:
-    """`count` tokens from `begin` on; where the text ends, those from `begin` on again."""
-    distance = len(tokens) - begin
-    return [tokens[begin + i % distance] for i in range(count)]
 
 
 def _load(spec: DrafterSpec) -> SuffixDrafter:
