@@ -89,10 +89,9 @@ def _serve(folder: Path, *options: str) -> Iterator[Server]:
         )
     try:
         deadline = time.monotonic() + START_S
-        while "READY" not in shown.read_text():
+        while "Ctrl-C drains and stops\n" not in shown.read_text():  # the last line
             assert process.poll() is None and time.monotonic() < deadline, shown.read_text()
             time.sleep(0.1)
-        time.sleep(0.1)
         yield Server(*(_address(kind, shown.read_text()) for kind in ("HTTP", "gRPC", "OpenAI")))
     finally:
         process.send_signal(signal.SIGTERM)

@@ -236,7 +236,7 @@ def launch(
 
 def ready(shown: str) -> list[str]:
     """The addresses for HTTP and gRPC, once all is printed; before, nothing."""
-    if not re.search(r"READY.*\n", shown):
+    if not re.search(r"READY.*Ctrl-C drains and stops\n", shown, re.DOTALL):
         return []
     found = [re.search(rf"{kind}\s+(?:https?://)?(\S+:\d+)\n", shown) for kind in ("HTTP", "gRPC")]
     return [match[1] for match in found if match] if all(found) else []

@@ -61,15 +61,17 @@ class Display:
             "keys": access.keys or "",
             "log": str(log_file),
         }
-        self._console.print("[bold green]READY[/]")
-        for name, value in rows.items():
-            if value:
-                self._line(value, f"[bold]{name:<9}[/]")
-        if "chat" in models:
-            self._line(f"next: inflight chat --url {endpoints.grpc}")
-        elif "generate" in models:
-            self._line(f'next: inflight generate --url {endpoints.grpc} "The capital of France is"')
-        self._line("Ctrl-C drains and stops")
+        with self._console:  # one write: who waits for READY finds the addresses, too
+            self._console.print("[bold green]READY[/]")
+            for name, value in rows.items():
+                if value:
+                    self._line(value, f"[bold]{name:<9}[/]")
+            if "chat" in models:
+                self._line(f"next: inflight chat --url {endpoints.grpc}")
+            elif "generate" in models:
+                command = f'inflight generate --url {endpoints.grpc} "The capital of France is"'
+                self._line(f"next: {command}")
+            self._line("Ctrl-C drains and stops")
 
     def health(self, health: Health) -> None:
         """Tell when the server has become unready, and when it is ready again."""

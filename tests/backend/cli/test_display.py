@@ -34,6 +34,20 @@ def test_texts_are_not_taken_for_markup(is_terminal: bool, monkeypatch: pytest.M
     assert f"{ODD}: {ODD}" in text
 
 
+def test_who_waits_for_ready_finds_the_addresses_in_the_same_write() -> None:
+    class Writes(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    written: list[str] = []
+    endpoints = Endpoints("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    Display(Console(file=Writes(), width=200)).ready(endpoints, ["chat"], {}, Path("log"))
+    assert len(written) == 1
+    assert written[0].startswith("READY\n") and written[0].endswith("Ctrl-C drains and stops\n")
+    assert all(one in written[0] for one in (endpoints.http, endpoints.grpc, endpoints.metrics))
+
+
 @pytest.mark.parametrize(
     ("devices", "shown"),
     [
