@@ -85,6 +85,12 @@ class Variant:
     gate: Gate | None = None
     blocks: str = ""
 
+    @property
+    def loaded(self) -> tuple[Quantization, KVDtype, str]:
+        """What a decoder's weights depend on; norms of keys are others for INT8."""
+        cached: KVDtype = "int8" if self.kv_cache_dtype == "int8" else "auto"
+        return self.quantization, cached, self.blocks
+
 
 REFERENCE = Variant("none")
 STORED = (
@@ -148,30 +154,36 @@ class TextDecoder:
 
 
 def load(checkpoint: Checkpoint, variants: Sequence[Variant], max_len: int) -> list[TextDecoder]:
-    """A decoder for each variant; those with the same linear layers share them.
+    """A decoder for each variant; those with the same weights share them.
 
     Args:
         checkpoint: of the model.
         variants: how it runs.
         max_len: tokens of a text, at most.
     """
-    models = {
-        key: _load(checkpoint, *key, max_len)
-        for key in {(one.quantization, one.blocks) for one in variants}
-    }
-    return [
-        TextDecoder(models[one.quantization, one.blocks], one.kv_cache_dtype, max_len)
-        for one in variants
-    ]
+    models = {key: _load(checkpoint, *key, max_len) for key in {one.loaded for one in variants}}
+    return [TextDecoder(models[one.loaded], one.kv_cache_dtype, max_len) for one in variants]
 
 
-def _load(checkpoint: Checkpoint, quantization: Quantization, blocks: str, max_len: int) -> Decoder:
+def _load(
+    checkpoint: Checkpoint,
+    quantization: Quantization,
+    kv_cache_dtype: KVDtype,
+    blocks: str,
+    max_len: int,
+) -> Decoder:
     """A model whose linear layers were rewritten to `blocks` if that is not empty."""
 
     def load(source: Checkpoint) -> Decoder:
         spec = read_spec(source)
         return Decoder(
-            source, spec, torch.float32, max_len, lambda what, fraction: None, quantization
+            source,
+            spec,
+            torch.float32,
+            max_len,
+            lambda what, fraction: None,
+            quantization,
+            kv_cache_dtype,
         )
 
     if not blocks:

@@ -17,10 +17,17 @@ from inflight_kernels.torch_ops.transformer import AttentionPlan
 BLOCK_SIZE = 4
 
 
-def load(checkpoint: Checkpoint, max_len: int = 64, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(
+    checkpoint: Checkpoint,
+    max_len: int = 64,
+    dtype: torch.dtype = torch.float32,
+    kv_cache_dtype: KVDtype = "auto",
+) -> Decoder:
     """The weights dequantised."""
     spec = read_spec(checkpoint)
-    return Decoder(checkpoint, spec, dtype, max_len, lambda what, done: None, "none")
+    return Decoder(
+        checkpoint, spec, dtype, max_len, lambda what, done: None, "none", kv_cache_dtype
+    )
 
 
 class Paged:

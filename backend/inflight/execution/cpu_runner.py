@@ -89,7 +89,15 @@ class CpuRunner:
         self._dtype = _DTYPES[config.dtype]
         self._cache = KVCache(layout, self.num_blocks, self.block_size)
         max_len = spec.max_model_len(config)
-        self._model = Decoder(checkpoint, spec, self._dtype, max_len, progress, config.quantization)
+        self._model = Decoder(
+            checkpoint,
+            spec,
+            self._dtype,
+            max_len,
+            progress,
+            config.quantization,
+            config.kv_cache_dtype,
+        )
         self.drafter: Drafter | None = None
         self._caches = [self._cache]
         if source is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import Quantization
+from inflight.config import KVDtype, Quantization
 from inflight.kv.cache import KVCache
 from inflight.models.layers.cpu_ops import cpu_ops, has_kernels
 from inflight.models.layers.linear import CpuEmbedding, CpuWeight
@@ -68,6 +68,7 @@ class Decoder:
         max_len: maximum sequence length; the size of the rotary tables.
         progress: called with ("weights", fraction) as layers are loaded.
         quantization: of linear layers, as in settings.
+        kv_cache_dtype: of keys and values; `auto` for `dtype`.
 
     Attributes:
         dtype: of weights and activations.
@@ -87,6 +88,7 @@ class Decoder:
         max_len: int,
         progress: Progress,
         quantization: Quantization = "auto",
+        kv_cache_dtype: KVDtype = "auto",
     ) -> None:
         self.spec = spec
         self.dtype = dtype
@@ -95,7 +97,11 @@ class Decoder:
         self._ropes = RotaryTables(spec, max_len, dtype)
         found = cpu_format(checkpoint, quantization, keeps_groups=has_kernels())
         self.weights: ModelWeights[CpuWeight, CpuExperts, CpuEmbedding] = load_weights(
-            checkpoint, spec, CpuPlacement(dtype, found), progress
+            checkpoint,
+            spec,
+            CpuPlacement(dtype, found),
+            progress,
+            balances_keys=kv_cache_dtype == "int8",
         )
         rounds_inputs = isinstance(self.weights.layers[0].out, CpuGroupedLinear)
         self._ops = cpu_ops(dtype, rounds_inputs=rounds_inputs)

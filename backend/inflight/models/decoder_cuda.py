@@ -299,7 +299,12 @@ class Decoder:
             _groups_memory(checkpoint, spec, settings),
         )
         self.weights: ModelWeights[CudaWeight, CudaExperts, Tensor] = load_weights(
-            checkpoint, spec, placement, progress, device
+            checkpoint,
+            spec,
+            placement,
+            progress,
+            device,
+            balances_keys=settings.kv_dtype == "int8",
         )
         self._buffers = Buffers(spec, settings.max_tokens, settings)
         self._moes = self._mixtures()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.family import WHOLE_TENSORS
+from inflight.models.layers.key_balance import balanced
 from inflight.models.layers.linear import CpuEmbedding, CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import rope_order
@@ -210,6 +211,8 @@ def load_weights(
     placement: WeightPlacement[L, X, E],
     progress: Progress,
     device: torch.device | str = "cpu",
+    *,
+    balances_keys: bool = False,
 ) -> ModelWeights[L, X, E]:
     """Read all weights of a model.
 
@@ -219,12 +222,13 @@ def load_weights(
         placement: where they are put.
         progress: called with ("weights", fraction) as layers are loaded.
         device: of the placement, where weights are drawn if they are.
+        balances_keys: whether keys are to be rounded to INT8; see `key_balance`.
 
     Raises:
         ConfigError: the weights are corrupt or do not match the spec.
     """
     stored = open_weights(checkpoint, spec, weight_shapes(spec), device)
-    reader = _LayerReader(checkpoint, spec, stored, placement)
+    reader = _LayerReader(checkpoint, spec, stored, placement, balances_keys)
 
     layers: list[LayerWeights[L, X]] = []
     # Reading is bound by dequantisation in numpy, one core per tensor.
@@ -382,6 +386,7 @@ class _LayerReader(Generic[L, X, E]):
         spec: of the model.
         stored: its tensors.
         placement: where they are put.
+        balances_keys: whether norms of q and k are balanced.
     """
 
     def __init__(
@@ -390,10 +395,12 @@ class _LayerReader(Generic[L, X, E]):
         spec: ModelSpec,
         stored: Weights,
         placement: WeightPlacement[L, X, E],
+        balances_keys: bool,
     ) -> None:
         self._spec = spec
         self._stored = stored
         self._placement = placement
+        self._balances_keys = balances_keys
         family = family_of(spec)
         is_stored = not checkpoint.random_weights
         centered = is_stored and checkpoint.format in family.zero_centered_norms
@@ -412,12 +419,16 @@ class _LayerReader(Generic[L, X, E]):
         def linear(*names: str) -> L:
             return self._placement.linear(*self._fused(index, slots, names))
 
-        spec, latent = self._spec.layers[index].mlp, self._spec.layers[index].attention.latent
+        layer = self._spec.layers[index]
+        spec, latent = layer.mlp, layer.attention.latent
+        q_norm, k_norm = norm("q_norm"), norm("k_norm")
+        if self._balances_keys and q_norm is not None and k_norm is not None:
+            q_norm, k_norm = balanced(q_norm, k_norm, layer.attention.head_dim)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=linear(*_QKV),
-            q_norm=norm("q_norm"),
-            k_norm=norm("k_norm"),
+            q_norm=q_norm,
+            k_norm=k_norm,
             sinks=self._vector(index, "sinks") if "sinks" in slots else None,
             latent=None if latent is None else self._latent(index, slots, latent),
             out=linear("out"),

@@ -67,6 +67,7 @@ class ModelDrafter:
             target.dtype,
             target.max_len,
             lambda what, fraction: target.progress("drafter", fraction),
+            kv_cache_dtype=target.config.kv_cache_dtype,
         )
         layout = own.kv_layout(target.config.kv_dtype)
         return cls(model, KVCache(layout, target.num_blocks, target.config.block_size))
