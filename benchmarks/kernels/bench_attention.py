@@ -31,19 +31,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inflight_kernels.ops.attention import (
+from inflight_kernels.ops.attention.attention import (
     attend,
-    plan,
     reads_dequantized,
     rope_attend,
     workspace_size,
 )
-from inflight_kernels.ops.attention_operands import (
+from inflight_kernels.ops.attention.operands import (
     DEQUANTIZED_BLOCK,
     AttentionMetadata,
     AttentionParams,
     DequantizedKV,
 )
+from inflight_kernels.ops.attention.planning import plan
 from inflight_kernels.ops.linear import skinny_gemm
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.rope import PagedKV, RopeInputs, rope_write_kv

@@ -22,8 +22,9 @@ import timing
 import torch
 from bench_attention import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, SPEC, Call
 
-from inflight_kernels.ops.attention import attend, plan, workspace_size
-from inflight_kernels.ops.attention_operands import AttentionMetadata, Cascade
+from inflight_kernels.ops.attention.attention import attend, workspace_size
+from inflight_kernels.ops.attention.operands import AttentionMetadata, Cascade
+from inflight_kernels.ops.attention.planning import plan
 from inflight_kernels.ops.rope import PagedKV
 
 BLOCK_SIZE = 16

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attention_steps import Step, make_step
-from inflight_kernels.ops.attention import rope_attend
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionWeights
+from inflight_kernels.ops.attention.attention import rope_attend
+from inflight_kernels.ops.attention.operands import AttentionMetadata, AttentionWeights
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops import transformer
 

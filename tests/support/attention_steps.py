@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.attention import attend, workspace_size
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams, Cascade
+from inflight_kernels.ops.attention.attention import attend, workspace_size
+from inflight_kernels.ops.attention.operands import AttentionMetadata, AttentionParams, Cascade
 from inflight_kernels.ops.rope import PagedKV
 
 DTYPES = (torch.bfloat16, torch.float16)

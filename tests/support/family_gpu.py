@@ -13,7 +13,7 @@ import mixed_step
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models import gpu_support
 from inflight.models.decoder_cuda import Decoder
-from inflight_kernels.ops import attention_operands
+from inflight_kernels.ops.attention import operands
 
 MAX_LEN = 64
 TEXTS = [
@@ -27,7 +27,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.install(monkeypatch)
     monkeypatch.setattr(gpu_support, "GPU_HEAD_DIMS", (16, 32))
     monkeypatch.setattr(gpu_support, "_latent_obstacles", lambda latent: [])
-    monkeypatch.setattr(attention_operands, "check_heads", lambda *heads: None)
+    monkeypatch.setattr(operands, "check_heads", lambda *heads: None)
 
 
 def decoder(checkpoint: Checkpoint) -> Decoder:

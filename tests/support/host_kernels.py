@@ -31,7 +31,7 @@ from inflight.models.linear.scaled_cuda import QuantizedInputs
 from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight.models.quantization.matrix import QuantizedMatrix
 from inflight_kernels.ops import drafting, sampling
-from inflight_kernels.ops.attention_operands import AttentionParams
+from inflight_kernels.ops.attention.operands import AttentionParams
 from inflight_kernels.ops.batch_state import NO_DRAFT, NOT_DRAFTED, BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass, MatchLimits
 from inflight_kernels.ops.linear import grouped_rows
@@ -98,13 +98,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "Cascade", HostCascade)
     kernels = _Ops(
         workspace_size,
-        plan,
         attend,
         prefers_rope_attend=lambda *shape: False,
         rotates_chunk=lambda *step: False,
         reads_dequantized=lambda params: False,
     )
     monkeypatch.setattr(attention, "attention", kernels)
+    monkeypatch.setattr(attention, "planning", _Ops(plan))
     host_experts.install(monkeypatch, HostLinear)
     host_latent.install(monkeypatch, HostRopeInputs, norm_columns)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight_kernels.ops.attention_dispatch import MAX_PREFIXES, PREFIX_KEYS, PREFIX_ROWS
+from inflight_kernels.ops.attention.dispatch import MAX_PREFIXES, PREFIX_KEYS, PREFIX_ROWS
 
 _SEARCHES, _PIECE_COST = 8, 2
 MOST_CHUNKS = 1024

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from attention_steps import Step
-from inflight_kernels.ops.attention import attend, plan, workspace_size
-from inflight_kernels.ops.attention_operands import (
+from inflight_kernels.ops.attention.attention import attend, workspace_size
+from inflight_kernels.ops.attention.operands import (
     AttentionMetadata,
     AttentionParams,
     DequantizedKV,
 )
+from inflight_kernels.ops.attention.planning import plan
 from inflight_kernels.ops.rope import PagedKV
 from inflight_kernels.torch_ops import kv_quantization
 from inflight_kernels.torch_ops.kv_quantization import QuantizedKV

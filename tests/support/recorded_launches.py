@@ -18,7 +18,7 @@ from inflight.execution.drafters import device_passes
 from inflight.models import decoder_cuda
 from inflight.models.layers import attention as attention_layers
 from inflight.models.linear import grouped_cuda, scaled_cuda, unquantized_cuda
-from inflight_kernels.ops import attention_operands
+from inflight_kernels.ops.attention import operands
 from inflight_kernels.ops.latent import products as latent_products
 from inflight_kernels.ops.linear import gemm, grouped, grouped_gemm, skinny_gemm, weight_only
 from inflight_kernels.ops.moe import few, few_sizes, products
@@ -49,7 +49,7 @@ def recording(
         "_shared_bytes": lambda: shared_kib << 10,
     }
     modules = (
-        *(attention_layers, attention_operands, decoder_cuda, scaled_cuda, unquantized_cuda),
+        *(attention_layers, operands, decoder_cuda, scaled_cuda, unquantized_cuda),
         *(grouped_cuda, grouped, grouped_gemm),
         *(gemm, latent_products, skinny_gemm, weight_only, products, few, few_sizes),
     )

@@ -46,7 +46,7 @@ from inflight.models.loader import Progress, load_weights
 from inflight.models.quantization.choice import gpu_format, rounds_weights
 from inflight.models.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight_kernels.ops import activation
-from inflight_kernels.ops.attention_operands import AttentionWeights
+from inflight_kernels.ops.attention.operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.latent.operands import LatentNorm
 from inflight_kernels.ops.linear.operands import Input

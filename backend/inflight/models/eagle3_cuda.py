@@ -24,7 +24,7 @@ from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTab
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.layers.weights import ModelWeights
 from inflight.models.loader import Progress
-from inflight_kernels.ops.attention_operands import AttentionWeights
+from inflight_kernels.ops.attention.operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.residual_norm import norm_columns

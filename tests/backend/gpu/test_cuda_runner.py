@@ -27,7 +27,7 @@ from inflight.kv import block_tables
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
 from inflight.models.layers import residual
 from inflight.sampling.params import SamplingParams
-from inflight_kernels.ops.attention_operands import Cascade
+from inflight_kernels.ops.attention.operands import Cascade
 from inflight_kernels.ops.linear import gemm
 from inflight_kernels.runtime import launch
 from inflight_kernels.runtime.compile import Cubin

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.kv.layout import TILE_TOKENS, KVGroup, KVLayout, KVTable, KVTables
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention.dispatch import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     HeadsShape,

@@ -17,10 +17,11 @@ from attention_steps import (
     make_step,
     with_sinks,
 )
-from inflight_kernels.ops import attention, attention_operands
-from inflight_kernels.ops.attention import attend, plan
-from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention import attention, operands, planning
+from inflight_kernels.ops.attention.attention import attend
+from inflight_kernels.ops.attention.dispatch import HEAD_DIMS
+from inflight_kernels.ops.attention.operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention.planning import plan
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
@@ -39,8 +40,8 @@ def test_attention_is_right_for_every_head_dim(step, head_dim, dtype):
 @pytest.mark.parametrize("step", STEPS)
 def test_attention_is_right_in_100_kib_of_shared_memory(step, head_dim, dtype, monkeypatch):
     """With the kernels of GPUs that have no more, which run on all others too."""
-    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
-    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    monkeypatch.setattr(operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(operands, "is_hopper", lambda: False)
     made = make_step(*STEPS[step], head_dim=head_dim, dtype=dtype)
     assert error(made.run(), made.definition()) < BOUND[dtype]
     invariant = made.run(batch_invariant=True)
@@ -167,12 +168,12 @@ def test_a_single_chunk_is_planned_as_one_of_many(monkeypatch, q_len, heads, kv_
         places += [(part.first_item, 8), (part.items, 32 * num_items)]
         return [workspace[first : first + size].tolist() for first, size in places]
 
-    used, max_items = [], attention._max_items
+    used, max_items = [], planning._max_items
     monkeypatch.setattr(
-        attention, "_max_items", lambda *step: used.append(max_items(*step)) or used[-1]
+        planning, "_max_items", lambda *step: used.append(max_items(*step)) or used[-1]
     )
     found = planned()
-    monkeypatch.setattr(attention, "_max_items", lambda *step: 0)
+    monkeypatch.setattr(planning, "_max_items", lambda *step: 0)
     assert found == planned()
     assert used == [1 if q_len * heads[0] <= 16 * heads[1] else 4]
 
@@ -319,8 +320,8 @@ def test_a_sink_takes_its_part_of_each_row_once(step, head_dim, dtype):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("step", STEPS)
 def test_sinks_are_right_in_100_kib_of_shared_memory(step, head_dim, monkeypatch):
-    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
-    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    monkeypatch.setattr(operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(operands, "is_hopper", lambda: False)
     made = with_sinks(make_step(*STEPS[step], head_dim=head_dim))
     assert head_error(made.run(), made.definition()) < BOUND[torch.bfloat16]
 
@@ -381,8 +382,8 @@ def test_the_definition_of_sinks_here_is_that_of_the_reference(step):
     places = (made.block_tables, made.query_start, made.seq_lens)
     table, starts, lens = (tensor.long().cpu().numpy() for tensor in places)
     plan = transformer.AttentionPlan(table, starts, lens, made.k_cache.shape[1])
-    operands = (tensor.float().cpu() for tensor in (made.q, made.k_cache, made.v_cache))
-    host = transformer.attend(*operands, plan, made.scale, sinks=made.sinks.cpu())
+    tensors = (tensor.float().cpu() for tensor in (made.q, made.k_cache, made.v_cache))
+    host = transformer.attend(*tensors, plan, made.scale, sinks=made.sinks.cpu())
     assert head_error(host.view(made.q.shape).cuda(), made.definition()) < 1e-5
 
 
@@ -436,7 +437,7 @@ def test_caches_at_other_places_are_told_apart():
 
 
 def test_operands_not_supported_by_the_kernels_are_rejected():
-    """Without a GPU: tests/kernels/ops/test_attention_checks.py."""
+    """Without a GPU: tests/kernels/ops/attention/test_attention_checks.py."""
     made = make_step([1], [20])
     workspace = made.workspace()
     needed = made.metadata(workspace).parts[-1].end  # less than what serves any step of its tokens

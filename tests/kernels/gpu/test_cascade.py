@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from attention_steps import BOUND, DTYPES, Step, error, head_error, make_step, with_sinks
-from inflight_kernels.ops.attention import attend, plan
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams, Cascade
+from inflight_kernels.ops.attention.attention import attend
+from inflight_kernels.ops.attention.operands import AttentionMetadata, AttentionParams, Cascade
+from inflight_kernels.ops.attention.planning import plan
 from prefix_plan import SharedPrefix, cut_prefixes, find_prefixes
 from quantized_steps import QuantizedStep, each_type, quantized
 

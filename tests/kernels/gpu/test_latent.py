@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attention_steps import BOUND, STEPS, error
-from inflight_kernels.ops import attention_operands
+from inflight_kernels.ops.attention import operands
 from inflight_kernels.ops.latent.attention import attend, plan
 from inflight_kernels.ops.latent.operands import DTYPE, KEY, RANK
 from latent_steps import LatentStep, make_latent_step
@@ -53,7 +53,7 @@ def test_steps_of_any_chunks(step: str, num_heads: int) -> None:
 def test_the_kernels_of_gpus_with_less_shared_memory(
     step: str, num_heads: int, shared_kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: shared_kib << 10)
+    monkeypatch.setattr(operands, "_shared_bytes", lambda: shared_kib << 10)
     made = make_latent_step(*STEPS[step], num_heads=num_heads)
     check(made)
     assert error(made.run(batch_invariant=True), made.definition()) < WITHIN

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attention_steps import BOUND, STEPS, Step, error, head_error, make_step, with_sinks
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops import attention_operands, cache
-from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
+from inflight_kernels.ops import cache
+from inflight_kernels.ops.attention import operands
+from inflight_kernels.ops.attention.dispatch import HEAD_DIMS
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.runtime.launch import is_hopper
 from inflight_kernels.torch_ops import kv_quantization, transformer
@@ -48,8 +49,8 @@ def test_attention_is_that_of_the_dequantised_values(
 def test_attention_is_right_in_100_kib_of_shared_memory(
     step: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
-    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    monkeypatch.setattr(operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(operands, "is_hopper", lambda: False)
     made = quantized(make_step(*STEPS[step], head_dim=head_dim), dtype)
     assert error(made.run(), made.plain.definition()) < BOUND[torch.bfloat16]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attention_projections import Projection, make_projection
 from attention_steps import BOUND, error, head_error, with_sinks
-from inflight_kernels.ops import attention_operands
-from inflight_kernels.ops.attention import plan, rotates
+from inflight_kernels.ops.attention import operands
+from inflight_kernels.ops.attention.attention import rotates
+from inflight_kernels.ops.attention.planning import plan
 from inflight_kernels.ops.linear import skinny_gemm
 from quantized_steps import QuantizedStep, each_type, quantized, read
 
@@ -147,8 +148,8 @@ def test_a_fused_step_has_sinks(
 def test_a_fused_step_runs_in_100_kib_of_shared_memory(
     dtype: torch.dtype, normed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
-    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    monkeypatch.setattr(operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(operands, "is_hopper", lambda: False)
     made = make_fused([1, 17, 64, 300, 2000], dtype, normed=normed)
     out, written = made.run(), made.contents()
     made.forget()

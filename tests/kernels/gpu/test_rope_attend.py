@@ -9,9 +9,10 @@ import torch
 
 from attention_projections import Projection, make_projection
 from attention_steps import BOUND, DTYPES, STEPS, error, head_error, with_sinks
-from inflight_kernels.ops import attention_operands
-from inflight_kernels.ops.attention import plan, rotates, rotates_chunk
-from inflight_kernels.ops.attention_operands import AttentionParams
+from inflight_kernels.ops.attention import operands
+from inflight_kernels.ops.attention.attention import rotates, rotates_chunk
+from inflight_kernels.ops.attention.operands import AttentionParams
+from inflight_kernels.ops.attention.planning import plan
 from inflight_kernels.ops.linear import skinny_gemm
 
 pytestmark = pytest.mark.gpu
@@ -134,8 +135,8 @@ def test_a_chunk_with_norms_is_refused():
 @pytest.mark.parametrize("step", DECODES)
 def test_a_projection_is_attended_in_100_kib_of_shared_memory(step, normed, monkeypatch):
     """With the kernel of GPUs that have no more, which runs on all others too."""
-    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
-    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    monkeypatch.setattr(operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(operands, "is_hopper", lambda: False)
     made = make_projection(*STEPS[step], normed=normed)
     out = made.run()
     made.rotate(made.step.q)

@@ -14,8 +14,8 @@ from torch import Tensor
 from inflight.core.step_size import StepSize
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
-from inflight_kernels.ops import attention
-from inflight_kernels.ops.attention_operands import (
+from inflight_kernels.ops.attention import attention, planning
+from inflight_kernels.ops.attention.operands import (
     AttentionMetadata,
     AttentionParams,
     AttentionWeights,
@@ -199,7 +199,7 @@ class Attention:
             dequantized=dequantized,
             cascade=self._cascade_for(block_size),
         )
-        attention.plan(metadata, pdl=True)
+        planning.plan(metadata, pdl=True)
         # RoPE is fused into attention, and q is not written separately.
         rotates = self._rotates_chunk(size) or (
             num_tokens == num_chunks

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.attention import plan_part
-from inflight_kernels.ops.attention_dispatch import Part
-from inflight_kernels.ops.attention_operands import (
+from inflight_kernels.ops.attention.dispatch import Part
+from inflight_kernels.ops.attention.operands import (
     BLOCK_SIZES,
     current_gpu,
     parts_of,
 )
+from inflight_kernels.ops.attention.planning import plan_part
 from inflight_kernels.ops.latent.dispatch import CANDIDATES, max_workspace_bytes, parts
 from inflight_kernels.ops.latent.operands import (
     DTYPE,
@@ -156,7 +156,7 @@ def attend(
         cache: [num_blocks, block_size, 1, KEY] of the layer; blocks may be strided.
         metadata: of the step.
         out: [T, H, RANK].
-        history_ready: as for `ops.attention.attend`.
+        history_ready: as for `ops.attention.attention.attend`.
         pdl: see `Kernel`.
 
     Raises:

@@ -1,5 +1,5 @@
 """Selects the kernels of latent attention for the chunks of a step: a pure function of what the
-host knows about the step. The memory of their plans is laid out as in `ops.attention_dispatch`.
+host knows about the step. The memory of their plans is laid out as in `ops.attention.dispatch`.
 
 The heads of a token are rows of one unit, as all share a key. With few rows the kernel is bound by
 reading the cache; with more, it reads each tile of keys once for several tokens.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention.dispatch import (
     NO_LIMIT,
     Gpu,
     Part,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight_kernels.ops.attention_dispatch import Gpu
+from inflight_kernels.ops.attention.dispatch import Gpu
 from inflight_kernels.ops.latent.attention import instantiations
 from inflight_kernels.ops.latent.dispatch import CANDIDATES, max_workspace_bytes, parts, shapes
 

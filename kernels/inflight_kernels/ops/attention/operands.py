@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention.dispatch import (
     HEAD_DIMS,
     MAX_PREFIXES,
     PREFIX_KEYS,
@@ -272,7 +272,7 @@ class AttentionMetadata:
         workspace: uint8, at least `attention.workspace_size` bytes; holds the plan. Concurrent
             steps must not share it.
         max_q_len: maximum tokens of a chunk; None if unknown and each has at least one.
-        planned: `attention.plan` is called before the layers; otherwise each plans by itself.
+        planned: `planning.plan` is called before the layers; otherwise each plans by itself.
         dequantized: memory for the keys of all chunks of more than one token, rounded up to
             DEQUANTIZED_BLOCK for each. With it, chunks with many rows have a faster kernel if
             `attention.reads_dequantized`. It is overwritten by each layer.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import recorded_launches
-from inflight_kernels.ops.attention import attend, rope_attend, workspace_size
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention.attention import attend, rope_attend, workspace_size
+from inflight_kernels.ops.attention.operands import AttentionMetadata, AttentionParams
 from inflight_kernels.ops.rope import PagedKV, RopeInputs
 from inflight_kernels.runtime.recording import Launched, record_launches
 from inflight_kernels.torch_ops.kv_quantization import QuantizedKV, of_blocks

@@ -3,10 +3,10 @@
 Shapes: T tokens in n chunks, H query heads, G KV heads, D values per head; caches
 [num_blocks, block_size, G, D]. A step is planned once, on the device, from the chunks' lengths;
 each layer then executes the plan. Both have fixed grids, so they can be captured in a CUDA graph
-and replayed with other lengths. `rope_attend` handles a step of one token per chunk, from the qkv
-projection on; `attend` handles any step, after `rope_write_kv`.
+and replayed with other lengths. `rope_attend` handles a step of one token per chunk, or of one
+short chunk, from the qkv projection on; `attend` handles any step, after `rope_write_kv`.
 
-attention_dispatch.py decides which kernel handles which chunks.
+dispatch.py decides which kernel handles which chunks; planning.py launches the plans.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from cuda.core import TensorMapDescriptor
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention.dispatch import (
     HEAD_DIMS,
     HEADS_HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     MAX_ROPE_CHUNKS,
     MAX_ROPE_TOKENS,
-    PREFIX_KEYS,
     PREFIX_ROWS,
     AnyShape,
     HeadsShape,
@@ -37,7 +36,7 @@ from inflight_kernels.ops.attention_dispatch import (
     max_workspace_bytes,
     shapes,
 )
-from inflight_kernels.ops.attention_operands import (
+from inflight_kernels.ops.attention.operands import (
     BLOCK_SIZES,
     DEQUANTIZED_BLOCK,
     AttentionMetadata,
@@ -45,11 +44,10 @@ from inflight_kernels.ops.attention_operands import (
     AttentionWeights,
     Cascade,
     DequantizedKV,
-    PlannedStep,
     current_gpu,
     heads_of,
-    longest_of,
 )
+from inflight_kernels.ops.attention.planning import NO_WINDOW, kernel_names, plan
 from inflight_kernels.ops.rope import PagedKV, RopeInputs, check_rows, norm_arguments
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
@@ -66,13 +64,6 @@ from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
-_PLAN_THREADS = 1024
-# The kernels for a step of one chunk, the items that they take at most, and the fewest shares for
-# each unit.
-_PLAN_SINGLE_THREADS = 256
-_SINGLE_ITEMS = (1, 4)
-_SINGLE_SHARES = 16
-_NO_WINDOW = 1 << 30
 _DEQUANTIZE_THREADS = 256
 # Of a multiprocessor; with the other dimensions of the grid, two waves.
 _DEQUANTIZING_BLOCKS = 2
@@ -104,97 +95,6 @@ def workspace_size(
         return 0
     return max_workspace_bytes(
         num_chunks, num_tokens, max_q_len, heads, current_gpu(), batch_invariant
-    )
-
-
-def plan(metadata: AttentionMetadata, *, pdl: bool = False) -> None:
-    """Plan a step; its workspace then holds the plan for all layers with this spec.
-
-    Args:
-        metadata: of the step.
-        pdl: see `Kernel`.
-    """
-    spec = metadata.spec
-    for part in metadata.parts:
-        places = spec.num_kv_heads // part.shape.heads
-        cascade = metadata.cascade_of(part)
-        if cascade is not None:
-            _plan_cascade(metadata, part, places, cascade, pdl)
-            continue
-        plan_part(metadata, part, (spec.group, places), spec.window, spec.batch_invariant, pdl=pdl)
-        if isinstance(part.shape, HopperShape) and metadata.dequantized is not None:
-            _plan_dequantization(metadata, metadata.dequantized, part, pdl)
-
-
-def plan_part(
-    step: PlannedStep,
-    part: Part,
-    heads: tuple[int, int],
-    window: int,
-    batch_invariant: bool,
-    *,
-    pdl: bool,
-) -> None:
-    """Plan a part of a step, of this or of another kind of attention.
-
-    Args:
-        step: the step.
-        part: of it.
-        heads: query heads that share a unit, and units of the same rows.
-        window, batch_invariant: see `AttentionParams`.
-        pdl: see `Kernel`.
-    """
-    max_items = _max_items(step, part, heads, batch_invariant)
-    if max_items:
-        query_start, seq_lens, _, *others, _ = _plan_arguments(step, part, heads, window)
-        kernel("attention_plan", f"plan_single<{max_items}>")(
-            1, _PLAN_SINGLE_THREADS, query_start, seq_lens, *others, pdl=pdl
-        )
-        return
-    kernel("attention_plan", "plan")(
-        1,
-        _PLAN_THREADS,
-        *_plan_arguments(step, part, heads, window),
-        batch_invariant,
-        pdl=pdl,
-    )
-
-
-def _max_items(step: PlannedStep, part: Part, heads: tuple[int, int], batch_invariant: bool) -> int:
-    """Items of the kernel for a part of one chunk, if it has few and they are always cut into
-    pieces; 0 if it has not."""
-    group, units = heads
-    num_items = -(-longest_of(step) * group // part.shape.rows)
-    is_single = (
-        len(step.seq_lens) == 1
-        and not batch_invariant
-        and not isinstance(part.shape, HopperShape)
-        and num_items * units * _SINGLE_SHARES <= part.num_shares
-    )
-    return next((most for most in _SINGLE_ITEMS if is_single and num_items <= most), 0)
-
-
-def _plan_arguments(
-    step: PlannedStep, part: Part, heads: tuple[int, int], window: int
-) -> tuple[object, ...]:
-    """Arguments of a plan from `query_start` to `queue`."""
-    base = step.workspace.data_ptr()
-    return (
-        step.query_start,
-        step.seq_lens,
-        len(step.seq_lens),
-        *heads,
-        part.shape.rows,
-        part.shape.keys,
-        window or _NO_WINDOW,
-        part.min_rows,
-        part.max_rows,
-        part.num_shares,
-        Int64(base + part.first_item),
-        Int64(base + part.items),
-        Int64(base + part.shares),
-        Int64(base + part.arrivals),
-        Int64(base + part.queue if isinstance(part.shape, HopperShape) else 0),
     )
 
 
@@ -379,9 +279,7 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     if head_dim in HEADS_HEAD_DIMS:
         shapes_of_any += [HeadsShape(head_dim, cached) for cached in cached_types]
     storage = _STORAGE_TYPES[dtype]
-    singles = (f"plan_single<{most}>" for most in _SINGLE_ITEMS)
-    plans = ("plan", *singles, "plan_cascade", "plan_dequantization")
-    found = [("attention_plan", name) for name in plans]
+    found = [("attention_plan", name) for name in kernel_names()]
     if head_dim in HOPPER_HEAD_DIMS:
         shapes_of_any.append(HopperShape(head_dim))
         byte_types = BYTE_TYPES if dtype == torch.bfloat16 else ()
@@ -407,30 +305,6 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
 
 
 # ---------------------------------------------------------------- shared prefixes
-
-
-def _plan_cascade(
-    metadata: AttentionMetadata, part: Part, places: int, cascade: Cascade, pdl: bool
-) -> None:
-    """Plan a part of a step whose chunks may share prefixes."""
-    spec, tables = metadata.spec, metadata.block_tables
-    kernel("attention_plan", "plan_cascade")(
-        1,
-        _PLAN_THREADS,
-        *_plan_arguments(metadata, part, (spec.group, places), spec.window),
-        part.shape.heads,
-        tables,
-        tables.shape[1],
-        cascade.block_size.bit_length() - 1,
-        cascade.min_keys // PREFIX_KEYS,
-        max(1, -(-cascade.min_saved // PREFIX_KEYS)),
-        cascade.max_pieces,
-        cascade.prefixes,
-        cascade.members,
-        cascade.tokens,
-        cascade.arrived,
-        pdl=pdl,
-    )
 
 
 def _prefix_arguments(cascade: Cascade) -> tuple[object, ...]:
@@ -475,29 +349,6 @@ def _attend_on_hopper(
         *_arguments(part, q, kv, metadata, block_tables, out, sinks),
         Int64(metadata.workspace.data_ptr() + part.queue),
         shared=part.shape.shared_bytes,
-        pdl=pdl,
-    )
-
-
-def _plan_dequantization(
-    metadata: AttentionMetadata, memory: DequantizedKV, part: Part, pdl: bool
-) -> None:
-    spec, num_blocks = metadata.spec, memory.blocks.shape[1]
-    kernel("attention_plan", "plan_dequantization")(
-        1,
-        _PLAN_THREADS,
-        metadata.query_start,
-        metadata.seq_lens,
-        len(metadata.seq_lens),
-        spec.group,
-        part.shape.keys,
-        spec.window or _NO_WINDOW,
-        part.min_rows,
-        num_blocks,
-        memory.tables,
-        num_blocks,
-        memory.sources,
-        memory.sources[num_blocks],
         pdl=pdl,
     )
 
@@ -599,7 +450,7 @@ def _arguments(
         spec.num_kv_heads,
         float(spec.scale),
         float(spec.soft_cap),
-        spec.window or _NO_WINDOW,
+        spec.window or NO_WINDOW,
         Int64(0) if sinks is None else sinks,
         Int64(base + part.items),
         Int64(base + part.shares),

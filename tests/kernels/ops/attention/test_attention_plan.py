@@ -13,7 +13,7 @@ import itertools
 import numpy as np
 import pytest
 
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention.dispatch import (
     HEAD_DIMS,
     Gpu,
     Heads,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda.core import Program, ProgramOptions
 
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention.dispatch import (
     HEAD_DIMS,
     HEADS_HEAD_DIMS,
     HeadsShape,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention.dispatch import (
     MIN_CASCADE_CHUNKS,
     PREFIX_KEYS,
     PREFIX_ROWS,

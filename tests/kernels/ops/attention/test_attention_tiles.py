@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inflight_kernels.ops import attention
-from inflight_kernels.ops.attention import instantiations
-from inflight_kernels.ops.attention_dispatch import (
+from inflight_kernels.ops.attention import attention
+from inflight_kernels.ops.attention.attention import instantiations
+from inflight_kernels.ops.attention.dispatch import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     MAX_ROPE_TOKENS,
@@ -234,7 +234,7 @@ def test_whatever_a_gpu_takes_is_instantiated(shared_kib, head_dim):
 
 def test_a_chunk_that_is_rotated_has_as_many_tokens_as_in_the_kernel():
     source = (
-        Path(attention.__file__).parents[1] / "csrc/attention/attention_source.cuh"
+        Path(attention.__file__).parents[2] / "csrc/attention/attention_source.cuh"
     ).read_text()
     assert re.search(rf"\bMAX_ROPE_TOKENS = {MAX_ROPE_TOKENS}\b", source)
 
