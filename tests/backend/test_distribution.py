@@ -16,8 +16,8 @@ from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.execution import cpu_runner
+from inflight.execution.batch.grammar_masks import GrammarMasks
 from inflight.execution.cpu_runner import CpuRunner
-from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.sampler import LogitsRow, SamplerOutput, sample
 from inflight.sampling.params import SamplingParams
 

@@ -22,7 +22,8 @@ from torch import Tensor
 import host_experts
 import host_latent
 from host_sampling import count_output_tokens, mark_prompt_tokens, sample, top_logprobs
-from inflight.execution import cuda_runner, device_batch, device_steps, step_timing
+from inflight.execution import cuda_runner, device_steps, step_timing
+from inflight.execution.batch import device_batch
 from inflight.execution.drafters import device_passes
 from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from inflight.execution.batch.device_batch import RING, DeviceBatch, SubmittedStep
 from inflight.execution.cuda_runner import CudaRunner
-from inflight.execution.device_batch import RING, DeviceBatch, SubmittedStep
 
 _UNFIT = (-7, 1, 123_456_789, 0x3FFFFFFF)
 

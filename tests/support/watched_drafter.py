@@ -6,7 +6,7 @@ import torch
 
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
-from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.batch.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
 
 

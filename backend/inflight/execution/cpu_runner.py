@@ -23,10 +23,10 @@ from inflight.core.batch import (
 )
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
+from inflight.execution.batch.grammar_masks import GrammarMasks
 from inflight.execution.drafters.drafter import Drafter, Target
 from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
-from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.runner import HostMemory
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.budget import num_kv_blocks

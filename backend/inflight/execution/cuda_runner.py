@@ -31,24 +31,24 @@ from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
-from inflight.execution.device_batch import (
+from inflight.execution.batch.device_batch import (
     DeviceBatch,
     SampledTokens,
-    SamplerStages,
     SubmittedStep,
 )
+from inflight.execution.batch.grammar_masks import GrammarMasks
+from inflight.execution.batch.step_upload import SamplerStages
+from inflight.execution.batch.top_logprobs import TopLogprobs
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.drafters.drafter import DeviceDrafter, Drafter
 from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
 from inflight.execution.drafters.registry import find_drafter
-from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graphs.buckets import capture_sizes, prompt_key_counts, row_counts
 from inflight.execution.graphs.capture import capture_graph
 from inflight.execution.launch_recording import find_kernels
 from inflight.execution.runner import HostMemory, PendingStep
 from inflight.execution.step_timing import TimedLimits, device_seconds, measure_costs
 from inflight.execution.stream_mode import OnStream
-from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.budget import gpu_budget_bytes, gpu_pool_bytes, num_kv_blocks
 from inflight.kv.layout import KVTables
 from inflight.kv.tiers.fingerprint import kv_fingerprint

@@ -9,10 +9,11 @@ import torch
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.core.step_size import StepSize
-from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
+from inflight.execution.batch.device_batch import BatchLimits, DeviceBatch, SubmittedStep
+from inflight.execution.batch.step_upload import SamplerStages
+from inflight.execution.batch.top_logprobs import TopLogprobs
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
 from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
-from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.cache import KVCache
 from inflight.models.decoder_cuda import Decoder, DecoderSettings
 from inflight.models.layers.attention import ForwardInputs, TableInputs

@@ -16,7 +16,7 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
-from inflight.execution.device_batch import SamplerStages
+from inflight.execution.batch.step_upload import SamplerStages
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.graphs.buckets import capture_sizes, prompt_key_counts, row_counts

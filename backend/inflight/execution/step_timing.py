@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from inflight.core.step_size import StepSize
-from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.batch.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight.execution.graphs.buckets import row_counts, verification_sizes
 from inflight.scheduling.draft_budget import StepCosts, StepTimes

@@ -34,8 +34,8 @@ from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.execution import cuda_runner, launch_recording
 from inflight.execution import factory as runners
+from inflight.execution.batch.device_batch import SubmittedStep
 from inflight.execution.cuda_runner import CudaRunner
-from inflight.execution.device_batch import SubmittedStep
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.launch_recording import find_kernels
 from inflight.models.decoder_cuda import DecoderSettings

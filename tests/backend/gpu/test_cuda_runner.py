@@ -21,7 +21,7 @@ from inflight.core.request import Candidate, Request, TokenEvent
 from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
 from inflight.execution import factory as runners
-from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.batch.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight.kv import block_tables
 from inflight.kv.budget import GPU_OVERHEAD_BYTES

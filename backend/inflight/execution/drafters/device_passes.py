@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.step_size import StepSize
-from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.batch.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
 from inflight.execution.graphs.capture import capture_graph
 from inflight.kv.cache import KVCache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.batch.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight_kernels.ops import drafting
 

@@ -14,7 +14,7 @@ from inflight.core.step_size import StepSize
 if TYPE_CHECKING:
     import torch
 
-    from inflight.execution.device_batch import DeviceBatch
+    from inflight.execution.batch.device_batch import DeviceBatch
     from inflight.kv.cache import KVCache
     from inflight.models.decoder_cpu import Decoder
     from inflight.models.decoder_cuda import Decoder as DeviceDecoder

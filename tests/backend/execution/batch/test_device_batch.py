@@ -23,13 +23,13 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
 from inflight.engine.engine import Engine, generate
-from inflight.execution import device_batch
-from inflight.execution.device_batch import (
+from inflight.execution.batch import device_batch
+from inflight.execution.batch.device_batch import (
     BatchLimits,
     DeviceBatch,
-    SamplerStages,
     SubmittedStep,
 )
+from inflight.execution.batch.step_upload import SamplerStages
 from inflight.kv.layout import KVTable, KVTables
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts, StepTimes

@@ -6,10 +6,9 @@ uploaded as one copy: its chunks, and what changed since the last step.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,9 +21,14 @@ from inflight.core.batch import Batch, Chunk
 from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
-from inflight.execution.grammar_masks import GrammarMasks
-from inflight.sampling.logit_adjustments import Adjustment
-from inflight.sampling.params import SamplingParams
+from inflight.execution.batch.grammar_masks import GrammarMasks
+from inflight.execution.batch.step_upload import (
+    Changes,
+    Resident,
+    SamplerStages,
+    StepRows,
+    row_params,
+)
 from inflight_kernels.ops import batch_state, cache, sampling
 from inflight_kernels.ops.batch_state import (
     FROM_DEVICE,
@@ -46,58 +50,7 @@ END_OF_TABLE = -1
 """Terminates a block table, for kernels that write ahead of the host (drafting)."""
 
 _ROW_PARAMS_WORDS = sampling.ROW_PARAMS.itemsize // 4
-# Its fields that are request options.
-_ROW_OPTIONS = tuple(
-    name
-    for name in sampling.ROW_PARAMS.names or ()
-    if name in SamplingParams.__struct_fields__ and name not in ("seed", "temperature")
-)
 _Ints = npt.NDArray[np.int32]
-
-
-class SamplerStages(enum.Flag):
-    """Optional sampler stages, beyond logits and temperature. Most requests need none."""
-
-    NONE = 0
-    FILTERS = enum.auto()
-    RARE_FILTERS = enum.auto()  # see `sampling.options.Option.stage`
-    PENALTIES = enum.auto()
-    MASKS = enum.auto()
-    TOP_LOGPROBS = enum.auto()  # logprobs of other tokens
-
-    @classmethod
-    def of(cls, sequence: Sequence) -> SamplerStages:
-        params = sequence.request.params
-        found = cls.NONE
-        if params.effective_temperature > 0.0:
-            if params.has_filters:
-                found |= cls.FILTERS
-            if params.has_rare_filters:
-                found |= cls.RARE_FILTERS
-        if params.has_penalties:
-            found |= cls.PENALTIES
-        if params.allowed_token_ids or sequence.grammar is not None:
-            found |= cls.MASKS
-        if sequence.num_candidates is not None:
-            found |= cls.TOP_LOGPROBS
-        return found
-
-
-@dataclass(slots=True)
-class _Resident:
-    """A sequence with a slot, and how much of its block tables is on the device."""
-
-    sequence: Sequence
-    generation: int
-    slot: int
-    stages: SamplerStages
-    is_plain: bool  # no optional sampler stages and no logit adjustments
-    num_blocks: list[int]  # by table, on the device
-    capacity: int = 0  # tokens that they hold
-
-    @property
-    def is_stale(self) -> bool:
-        return self.generation != self.sequence.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +164,7 @@ class DeviceBatch:
         self._results: _Ints = self.state.results.numpy()
         self._offsets = self._layout.offsets
         self._nothing = self.step.buffer[:0]
-        self._residents: dict[int, _Resident] = {}
+        self._residents: dict[int, Resident] = {}
         self._free = list(range(max_num_seqs))
         self._ring_index = 0
 
@@ -235,7 +188,7 @@ class DeviceBatch:
         """
         self._ring_index = (self._ring_index + 1) % RING
         host = self._host[self._ring_index]
-        changes = _Changes()
+        changes = Changes()
         num_chunks = size.num_chunks if bucket is None else bucket.num_chunks
         end, row_start = self._write_step(batch, num_chunks, host, changes, drafts)
         end, views = self._write_changes(changes, host, end)
@@ -270,7 +223,7 @@ class DeviceBatch:
             (ban_rows.long(), ban_ids.long()) if changes.ban_rows else None,
         )
 
-    def _write_changes(self, changes: _Changes, host: _Ints, end: int) -> tuple[int, list[Tensor]]:
+    def _write_changes(self, changes: Changes, host: _Ints, end: int) -> tuple[int, list[Tensor]]:
         """Write a step's diffs behind its arrays; returns their end, and each of them on the
         device."""
         views: list[Tensor] = []
@@ -395,7 +348,7 @@ class DeviceBatch:
         batch: Batch,
         num_chunks: int,
         host: _Ints,
-        changes: _Changes,
+        changes: Changes,
         drafts: Sequence_[list[int]] | None,
     ) -> tuple[int, list[int]]:
         """Write a step's arrays, padded to `num_chunks`.
@@ -403,7 +356,7 @@ class DeviceBatch:
         Returns:
             The end of its tokens in `host`, and row_start.
         """
-        rows = _StepRows()
+        rows = StepRows()
         slots, sample_slots, starts = rows.slots, rows.sample_slots, rows.starts
         lengths, tokens = rows.lengths, rows.tokens
         row_start, bias_starts = rows.row_start, rows.bias_starts
@@ -446,7 +399,7 @@ class DeviceBatch:
         return self._offsets["tokens"][0] + len(tokens), row_start
 
     def _adjust_rows(
-        self, resident: _Resident, chunk: Chunk, tail: list[int], rows: _StepRows, changes: _Changes
+        self, resident: Resident, chunk: Chunk, tail: list[int], rows: StepRows, changes: Changes
     ) -> None:
         """Add the sampler stages and logit adjustments of a chunk's rows, the last ones so far.
 
@@ -471,7 +424,7 @@ class DeviceBatch:
                     changes.add_bans(first_row + row, adjustment, self._vocab_size)
             rows.bias_starts.append(len(changes.bias_ids))
 
-    def _write_rows(self, rows: _StepRows, num_chunks: int, host: _Ints, changes: _Changes) -> None:
+    def _write_rows(self, rows: StepRows, num_chunks: int, host: _Ints, changes: Changes) -> None:
         """Write a step's arrays to `host`, padded to so many chunks."""
         num_tokens, num_rows = len(rows.tokens), rows.row_start[-1]
         num_spare = num_chunks - len(rows.slots)
@@ -508,7 +461,7 @@ class DeviceBatch:
             first, _ = self._offsets[name]
             host[first : first + len(values)] = values
 
-    def _admit(self, sequence: Sequence, changes: _Changes) -> _Resident:
+    def _admit(self, sequence: Sequence, changes: Changes) -> Resident:
         """Give a sequence a slot, and queue its per-slot data for upload."""
         former = self._residents.pop(sequence.request_id, None)
         if former is not None:
@@ -522,7 +475,7 @@ class DeviceBatch:
                     self._free.append(resident.slot)
         params = sequence.request.params
         stages = SamplerStages.of(sequence)
-        resident = _Resident(
+        resident = Resident(
             sequence,
             sequence.generation,
             self._free.pop(),
@@ -532,7 +485,7 @@ class DeviceBatch:
         )
         self._residents[sequence.request_id] = resident
         changes.slots.append(resident.slot)
-        changes.row_params += _row_params(sequence, resident.slot)
+        changes.row_params += row_params(sequence, resident.slot)
         if self.state.drafts.shape[1]:
             # The slot's former sequence may have left some.
             self.state.drafts[resident.slot].fill_(NOT_DRAFTED)
@@ -551,7 +504,7 @@ class DeviceBatch:
             self.masks[resident.slot].copy_(torch.from_numpy(mask))
         return resident
 
-    def _add_blocks(self, resident: _Resident, changes: _Changes) -> None:
+    def _add_blocks(self, resident: Resident, changes: Changes) -> None:
         """Queue the new entries of a sequence's block tables for upload."""
         sequence, width = resident.sequence, self.state.tables.shape[1]
         for index, (table, split) in enumerate(
@@ -581,99 +534,9 @@ class DeviceBatch:
         sampling.count_output_tokens(slots[first:], ids[first:], self.counts)
 
 
-@dataclass(slots=True)
-class _StepRows:
-    """The arrays of a step while it is written (see `StepLayout`).
-
-    Attributes:
-        slots, sample_slots, starts, tokens, row_start, bias_starts: as uploaded.
-        lengths: tokens of each chunk.
-        special: rows that need optional sampler stages.
-        scored: first row of each chunk with prompt logprobs.
-    """
-
-    slots: list[int] = field(default_factory=list)
-    sample_slots: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    row_start: list[int] = field(default_factory=lambda: [0])
-    bias_starts: list[int] = field(default_factory=lambda: [0])
-    special: list[tuple[int, _Resident]] = field(default_factory=list)
-    scored: list[tuple[int, Chunk]] = field(default_factory=list)
-
-    def add_scores(self, chunk: Chunk, num_biases: int) -> int:
-        """Add the rows of a chunk's scores; the row after them."""
-        first_row = self.row_start[-1]
-        self.scored.append((first_row, chunk))
-        self.bias_starts += [num_biases] * chunk.num_scores
-        return first_row + chunk.num_scores
-
-
-@dataclass(slots=True)
-class _Changes:
-    """The diffs of a step, as flat lists of int32.
-
-    Attributes:
-        places, blocks: new entries of block tables.
-        slots, row_params: of newly admitted sequences.
-        bias_ids, biases: of the step's rows.
-        history_places, history: tokens of newly admitted sequences.
-        ban_rows, ban_ids: of the rows of beams.
-        stages, num_drafts: see `SubmittedStep`.
-    """
-
-    places: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    row_params: list[int] = field(default_factory=list)
-    bias_ids: list[int] = field(default_factory=list)
-    biases: list[float] = field(default_factory=list)
-    history_places: list[int] = field(default_factory=list)
-    history: list[int] = field(default_factory=list)
-    ban_rows: list[int] = field(default_factory=list)
-    ban_ids: list[int] = field(default_factory=list)
-    stages: SamplerStages = SamplerStages.NONE
-    num_drafts: int = 0
-
-    def arrays(self) -> tuple[list[int], ...]:
-        """All of them, in upload order."""
-        return (
-            self.places,
-            self.blocks,
-            self.slots,
-            self.row_params,
-            self.bias_ids,
-            np.array(self.biases, np.float32).view(np.int32).tolist(),
-            self.history_places,
-            self.history,
-            self.ban_rows,
-            self.ban_ids,
-        )
-
-    def add_bans(self, row: int, adjustment: Adjustment, vocab_size: int) -> None:
-        # Beams have no additive biases: every adjustment is a ban.
-        banned = [token_id for token_id in adjustment.token_ids if token_id < vocab_size]
-        self.ban_rows += [row] * len(banned)
-        self.ban_ids += banned
-
-
 def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
     """[prompt_words(vocab_size)] bits of the allowed tokens."""
     known = np.array([token_id for token_id in token_ids if token_id < vocab_size], np.int64)
     mask = np.zeros(sampling.prompt_words(vocab_size), np.uint32)
     np.bitwise_or.at(mask, known // 32, np.uint32(1) << (known % 32).astype(np.uint32))
     return mask.view(np.int32)
-
-
-def _row_params(sequence: Sequence, slot: int) -> list[int]:
-    """A sequence's sampling parameters, as int32 words of `sampling.ROW_PARAMS`."""
-    params = sequence.request.params
-    row = np.zeros(1, sampling.ROW_PARAMS)
-    row["seed"] = sequence.seed
-    row["temperature"] = params.effective_temperature
-    for name in _ROW_OPTIONS:
-        row[name] = getattr(params, name)
-    row["slot"] = slot if params.has_penalties else -1
-    words: list[int] = row.view(np.int32).tolist()
-    return words

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.request import Candidate
-from inflight.execution.device_batch import RING
+from inflight.execution.batch.device_batch import RING
 from inflight_kernels.ops import batch_state, sampling
 
 

@@ -1,0 +1,1 @@
+"""The running batch on a GPU, and what its steps upload."""
