@@ -3,20 +3,11 @@
 A step of n sequences that verifies m drafts takes longer than one without, and yields one token
 more per accepted draft. Whether that is faster depends on the sequence's acceptance rate and on the
 batch size: a step of a few rows is bound by reading the weights, so drafts are nearly free; at
-hundreds of rows every row costs.
-
-A draft is accepted only after all those before it, and a text that repeats goes on repeating: the
-first draft of a step has an acceptance rate of its own, and the later ones another.
-
-A runner that works ahead schedules a step's drafts before the drafter has looked for them, and may
-then compute rows for nothing. It reports how many drafts a sequence had, and that is the forecast:
-where there were none, the first draft has one more rate; where there were fewer than scheduled, at
-most one more than twice as many are scheduled next.
+hundreds of rows every row costs. `acceptance` estimates the rates, `StepCosts` has the times.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
@@ -28,19 +19,7 @@ import numpy.typing as npt
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import AUTO_DRAFTS
 from inflight.core.sequence import Sequence, SequenceGroup
-
-# Estimate of the acceptance rate.
-_MEMORY = 0.9  # decay per step
-_FADING = 0.98  # decay while nothing is drafted, so that drafting is tried again
-_PRIOR_WEIGHT = 2.0  # of the other sequences' rate, in drafts
-_FIRST_GUESS = 0.5
-_SHARED_MEMORY = 0.98
-_SHARED_FADING = 0.999  # per step in which no sequence drafts, though some may
-
-_NO_LIMIT = 1 << 30
-
-# A runner that works ahead has launched the next step when a step's report arrives.
-_STEPS_TO_REPORT = 2
+from inflight.scheduling.acceptance import NO_LIMIT, Acceptance, Rates, SharedRates
 
 # Smaller gains do not justify drafting.
 _MIN_GAIN = 1.02
@@ -98,117 +77,6 @@ class StepCosts:
         return found
 
 
-class Rates(NamedTuple):
-    """Estimates of a sequence's acceptance rates.
-
-    Attributes:
-        first: of the first draft of a step.
-        later: of a draft after accepted ones.
-    """
-
-    first: float
-    later: float
-
-
-class _Rate:
-    """An acceptance rate, as a decaying average."""
-
-    __slots__ = ("right", "tried", "value")
-
-    def __init__(self, prior: float) -> None:
-        self.right = 0.0
-        self.tried = 0.0
-        self.value = prior
-
-    def observe(self, right: int, tried: int, prior: float) -> None:
-        memory = _MEMORY if tried else _FADING
-        self.right = memory * self.right + right
-        self.tried = memory * self.tried + tried
-        self.value = (self.right + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
-
-
-class _SharedRate:
-    """The acceptance rate of all sequences, which new ones begin with."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = _FIRST_GUESS
-
-    def observe(self, right: int, tried: int) -> None:
-        """Drafts of a sequence in a step, of which at most the last one was rejected."""
-        for is_right in [True] * right + [False] * (tried - right):
-            self.value = _SHARED_MEMORY * self.value + (1.0 - _SHARED_MEMORY) * is_right
-
-    def fade(self) -> None:
-        """Drift back, so that drafting is tried again."""
-        self.value += (1.0 - _SHARED_FADING) * (_FIRST_GUESS - self.value)
-
-
-class _SharedRates:
-    """Those of the first draft, where the forecast is no drafts and otherwise, and of later ones.
-
-    Attributes:
-        all: of these three.
-    """
-
-    __slots__ = ("all", "first", "later")
-
-    def __init__(self) -> None:
-        self.first = [_SharedRate(), _SharedRate()]
-        self.later = _SharedRate()
-        self.all = (*self.first, self.later)
-
-
-class _Acceptance:
-    """A sequence's acceptance rates, and how many drafts it had.
-
-    Attributes:
-        sequence: its sequence.
-        first, later: as `_SharedRates`.
-        num_proposed: drafts that it had for the last two steps of which that was reported.
-        most: drafts of the next step at most.
-    """
-
-    __slots__ = ("_shared", "first", "later", "most", "num_proposed", "sequence")
-
-    def __init__(self, sequence: Sequence, shared: _SharedRates) -> None:
-        self.sequence = sequence
-        self._shared = shared
-        self.first = [_Rate(one.value) for one in shared.first]
-        self.later = _Rate(shared.later.value)
-        self.num_proposed: deque[int] = deque(maxlen=_STEPS_TO_REPORT)
-        self.most = _NO_LIMIT
-
-    def rates(self) -> Rates:
-        """Those of the next step."""
-        has_drafts = not self.num_proposed or self.num_proposed[-1] > 0
-        return Rates(self.first[has_drafts].value, self.later.value)
-
-    def report(self, num_proposed: int, num_scheduled: int) -> None:
-        """So many drafts were scheduled, and the sequence had so many."""
-        self.num_proposed.append(num_proposed)
-        fell_short = 0 < num_proposed < num_scheduled
-        self.most = 1 + 2 * num_proposed if fell_short else _NO_LIMIT
-
-    def observe(self, forecast: bool, right: int, drafted: int) -> None:
-        """Of `drafted` drafts the first `right` ones were accepted, where any were forecast or
-        not. Those after the first rejected one tell nothing."""
-        tried = min(right + 1, drafted)
-        shared = self._shared
-        for rate, of_all, num_right, num_tried in (
-            (self.first[forecast], shared.first[forecast], min(right, 1), min(tried, 1)),
-            (self.later, shared.later, max(right - 1, 0), max(tried - 1, 0)),
-        ):
-            rate.observe(num_right, num_tried, of_all.value)
-            of_all.observe(num_right, num_tried)
-
-    def had_forecast(self) -> bool:
-        """Whether drafts were forecast when the step that is observed now was planned."""
-        known = len(self.num_proposed) == _STEPS_TO_REPORT
-        return not known or self.num_proposed[0] > 0
-
-
 class DraftBudget:
     """Sets `num_drafts` of sequences.
 
@@ -226,11 +94,11 @@ class DraftBudget:
         self._max_drafts = max_drafts
         self._default = default
         self._host_drafts = host_drafts
-        self._acceptance: dict[int, _Acceptance] = {}
+        self._acceptance: dict[int, Acceptance] = {}
         # Of steps of so many running sequences, with drafts of each: those of the last plan.
         self._seconds_for, self._seconds = 0, np.zeros(0)
         self._seconds_of_one: list[float] = costs.seconds(1, max_drafts).tolist()
-        self._shared_rates = _SharedRates()
+        self._shared_rates = SharedRates()
         self._planned_for = -1
         self._steps_since = 0
 
@@ -243,7 +111,7 @@ class DraftBudget:
             wanted = 0
         sequence.adapts_drafts = wanted == AUTO_DRAFTS
         if sequence.adapts_drafts:
-            self._acceptance[sequence.request_id] = _Acceptance(sequence, self._shared_rates)
+            self._acceptance[sequence.request_id] = Acceptance(sequence, self._shared_rates)
         else:
             sequence.num_drafts = min(wanted, self._max_drafts)
 
@@ -291,8 +159,7 @@ class DraftBudget:
         for one, count in zip(ours, counts, strict=True):
             one.sequence.num_drafts = count
         if not any(counts):
-            for rate in self._shared_rates.all:
-                rate.fade()
+            self._shared_rates.fade()
 
     def best_counts(
         self,
@@ -314,10 +181,10 @@ class DraftBudget:
         if not all_rates:
             return []
         if num_running == 1:
-            return [self._best_count(all_rates[0], limits[0] if limits else _NO_LIMIT)]
+            return [self._best_count(all_rates[0], limits[0] if limits else NO_LIMIT)]
         pairs = np.array(all_rates)
         worth = pairs[:, :1] * pairs[:, 1:] ** np.arange(self._max_drafts)
-        most = np.array(limits or [_NO_LIMIT] * len(worth))
+        most = np.array(limits or [NO_LIMIT] * len(worth))
         worth[np.arange(self._max_drafts) >= most[:, np.newaxis]] = 0.0
         order = np.argsort(-worth, axis=None, kind="stable")
         gained = np.concatenate([[0.0], np.cumsum(worth.ravel()[order])])

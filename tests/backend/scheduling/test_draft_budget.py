@@ -10,7 +10,8 @@ from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
-from inflight.scheduling.draft_budget import DraftBudget, Rates, StepCosts, StepTimes
+from inflight.scheduling.acceptance import Rates
+from inflight.scheduling.draft_budget import DraftBudget, StepCosts, StepTimes
 
 # A step that reads its weights whatever it computes, and one that computes.
 FLAT = StepCosts(StepTimes((1, 64), (1.0, 1.0)))
