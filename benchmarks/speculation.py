@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import before_torch  # noqa: F401  # isort: skip
 import msgspec
 import torch
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -55,6 +56,18 @@ _TIMINGS = 3
 _MAX_ROWS = 256
 
 UNKNOWN_TOKEN = "numerical: a token id is outside the model's vocabulary"
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Torch's other threads sleep. Each op on a row of logits would wake them, and they spin for a
+    while after it: on the cores of the threads that compute linear layers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class CpuRunner:
@@ -160,7 +173,8 @@ class CpuRunner:
         logits = self._forward(arrays)
         masks.report(output)
         if len(logits):
-            self._sample(batch, drafts, logits, masks, output)
+            with _one_torch_thread() if self._model.has_own_threads else contextlib.nullcontext():
+                self._sample(batch, drafts, logits, masks, output)
         if self.drafter is not None:
             self.drafter.update(batch, arrays, output)
         return output

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ from inflight.models.quantization.grouped_memory import record_bits
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight_kernels.runtime import architectures
+from inflight_kernels.runtime.host_process import limit_spinning
 
 Progress = Callable[[str, float], None]
 
@@ -71,7 +71,7 @@ def resolve_device(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedDevi
 
 def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
     """Why a model cannot run on a GPU of this machine; None if it can."""
-    _prepare_openmp()
+    limit_spinning()
     import torch
 
     if not torch.cuda.is_available():
@@ -117,7 +117,7 @@ def gpu_of(config: EngineConfig) -> Gpu | None:
     """
     if config.device != "cuda":
         return None
-    _prepare_openmp()
+    limit_spinning()
     import torch
 
     return CurrentGpu() if torch.cuda.is_available() else None
@@ -178,13 +178,6 @@ def gpu_linear_format(config: EngineConfig, checkpoint: Checkpoint) -> GpuFormat
     return gpu_format(checkpoint, config.quantization, hopper)
 
 
-def _prepare_openmp() -> None:
-    # Read by OpenMP when torch is imported. By default its threads spin between ops and take cores
-    # from tritonserver: with one busy neighbour on two cores a step took 440 ms, with a short spin
-    # 60 ms.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
 def build(
     config: EngineConfig, checkpoint: Checkpoint, progress: Progress
 ) -> tuple[Runner, ModelSpec]:
@@ -217,7 +210,7 @@ def build(
     if config.device == "echo":
         progress("weights", 1.0)
         return EchoRunner(config, spec), spec
-    _prepare_openmp()
+    limit_spinning()
     if config.device == "cuda":
         if not _has_compiler():
             raise ConfigError(f"device: {_NO_COMPILER}")

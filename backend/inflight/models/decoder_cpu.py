@@ -73,6 +73,7 @@ class Decoder:
     Attributes:
         dtype: of weights and activations.
         weights: of the model.
+        has_own_threads: whether linear layers run on threads other than torch's.
         features: [T, len(aux_layers) * hidden_size], of the last step; None without auxiliary
             layers.
 
@@ -105,6 +106,7 @@ class Decoder:
         )
         rounds_inputs = isinstance(self.weights.layers[0].out, CpuGroupedLinear)
         self._ops = cpu_ops(dtype, rounds_inputs=rounds_inputs)
+        self.has_own_threads = rounds_inputs
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:
         """Keep the input hidden states of these layers, concatenated, in `features`; num_layers

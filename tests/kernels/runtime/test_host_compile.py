@@ -12,6 +12,27 @@ import pytest
 from inflight_kernels.runtime import host_compile
 from inflight_kernels.runtime.host_compile import HostCompileError, library
 
+# Products of all kinds, whose results are printed as a digest.
+PRODUCTS = """
+import hashlib
+import torch
+from inflight_kernels.cpu_ops.grouped_linear import PackedMatrix
+
+random = torch.Generator().manual_seed(0)
+digest = hashlib.sha256()
+for bits, group in ((4, 16), (4, 32), (4, 64), (4, 24), (8, 16), (8, 32), (8, 24)):
+    codes = torch.randint(1 << bits, (70, 192), generator=random, dtype=torch.uint8)
+    scales, minimums = torch.randn(2, 70, 192 // group, generator=random)
+    for levels in (None, torch.randn(16, generator=random)) if bits == 4 else (None,):
+        matrix = PackedMatrix(codes, bits, scales, minimums, 3.0, levels)
+        for rows in (1, 2, 5, 100):
+            x, out = torch.randn(rows, 192, generator=random), torch.empty(rows, 70)
+            x[:, 40:50] *= 30.0  # rounded to 16 bits
+            matrix.product(x, None, out)
+            digest.update(out.numpy().tobytes())
+print(digest.hexdigest())
+"""
+
 # In a process of its own.
 COMPILE = [sys.executable, "-c", f"from {host_compile.__name__} import library; library()"]
 
@@ -95,6 +116,24 @@ def test_a_damaged_entry_is_reported(fresh: Path) -> None:
     entry.write_bytes(b"no library")
     done = subprocess.run(COMPILE, env=os.environ, capture_output=True, text=True)
     assert f"HostCompileError: {entry}" in done.stderr
+
+
+def test_products_have_the_same_bits_with_all_instruction_sets() -> None:
+    """Integers are exact, and floats are summed in one order, in vectors of any width. Flags that
+    this CPU does not need change nothing."""
+    flags = ("", "-mno-avx512f")
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PRODUCTS],
+            env=os.environ | {"CC": f"cc -O0 {flag}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for flag in flags
+    ]
+    digests = [process.communicate(timeout=240)[0] for process in running]
+    assert len(digests[0]) > 60
+    assert set(digests) == {digests[0]}
 
 
 @pytest.mark.long

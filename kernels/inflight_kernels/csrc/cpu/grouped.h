@@ -11,10 +11,10 @@
 #include "vectors.h"
 
 enum {
-    OCTETS = 4,
-    PANEL = LANES * OCTETS,
-    BLOCK_ROWS = 96,  // of x, whose sums for a panel take 12 KB
-    ROUNDED = 32,     // columns of x that are rounded with one scale
+    PANEL = 32,
+    VECTORS = PANEL / LANES,  // of a panel's rows
+    BLOCK_ROWS = 96,          // of x, whose sums for a panel take 12 KB
+    ROUNDED = 32,             // columns of x that are rounded with one scale
 };
 
 typedef struct {
@@ -32,7 +32,9 @@ typedef struct {
 INLINE floats widened(const uint16_t* from) {
     halves half;
     memcpy(&half, from, sizeof half);
-#if defined(__F16C__)
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps((__m128i)half);
 #else
     words whole = __builtin_convertvector(half, words);

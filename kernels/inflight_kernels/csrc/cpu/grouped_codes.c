@@ -8,12 +8,14 @@
 // The sums of code * x are exact; all else is in one order, so a row's result does not depend on
 // the others.
 
+#define WIDE
 #include "grouped.h"
 
 enum {
-    AHEAD = 512,  // words that are prefetched, 2 KB
-    VECTORS = 8,  // of weights that stay in registers for all rows of x
-    UPPER = 254,  // what a step of the upper plane counts in those of the lower one
+    AHEAD = 512,           // words that are prefetched, 2 KB
+    TOGETHER = LANES / 8,  // vectors of rows whose codes stay in registers for all rows of x
+    UNPACKED = 8,          // of them for each, at most
+    UPPER = 254,           // what a step of the upper plane counts in those of the lower one
 };
 
 // Blocks have two planes from this part of a row's mean square of the blocks' largest values on.
@@ -26,6 +28,17 @@ int takes_rounded(const Weight* w) {
     return !w->levels && w->k % ROUNDED == 0 && (w->group == 16 || w->group % ROUNDED == 0);
 }
 
+#if LANES == 16
+// sum + products of neighbouring 8-bit values, the codes unsigned, four for a lane.
+INLINE ints with_bytes(ints sum, words codes, words x) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+}
+
+// sum + products of neighbouring 16-bit values, two for a lane.
+INLINE ints with_shorts(ints sum, words codes, words x) {
+    return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+}
+#else
 // Sums of neighbouring products of 8-bit values, the codes unsigned and at most 15.
 INLINE shorts pairs_of_bytes(words codes, words x) {
 #if defined(__AVX2__)
@@ -50,14 +63,15 @@ INLINE ints pairs_of_shorts(shorts a, shorts b) {
     return found;
 #endif
 }
+#endif
 
 INLINE words splat_word(const void* from) {
     uint32_t word;
     memcpy(&word, from, sizeof word);
-    return (words){word, word, word, word, word, word, word, word};
+    return word - (words){0};
 }
 
-// Codes of a unit of columns of eight rows: of 4 bits as bytes, columns 0 2 4 6 and 1 3 5 7 of each
+// Codes of a unit of columns of LANES rows: of 4 bits as bytes, columns 0 2 4 6 and 1 3 5 7 of each
 // word; of 8 bits as 16-bit values, columns 0 2 and 1 3.
 INLINE void unpack(const uint32_t* codes, int bits, int count, words* found) {
     words mask = (words){0} + (bits == 4 ? 0x0f0f0f0fu : 0x00ff00ffu);
@@ -69,56 +83,100 @@ INLINE void unpack(const uint32_t* codes, int bits, int count, words* found) {
     }
 }
 
-// Sums over a unit's columns of codes times rounded x, for eight rows of the weight.
-INLINE ints dot(const words* codes, const char* x, int bits, int count) {
+// Sums over a unit's columns of codes times rounded x, for TOGETHER vectors of rows of the weight.
+INLINE void dots(words codes[TOGETHER][UNPACKED], const char* x, int bits, int count, ints* sums) {
+#if LANES == 16
+    for (int vector = 0; vector < TOGETHER; vector++) sums[vector] = (ints){0};
+    for (int i = 0; i < count; i++) {
+        words values = splat_word(x + 4 * i);
+        for (int vector = 0; vector < TOGETHER; vector++)
+            sums[vector] = bits == 4 ? with_bytes(sums[vector], codes[vector][i], values)
+                                     : with_shorts(sums[vector], codes[vector][i], values);
+    }
+#else
     if (bits == 4) {
         // At most 8 * 2 * 15 * 127 in 16 bits.
-        shorts sum = pairs_of_bytes(codes[0], splat_word(x));
-        for (int i = 1; i < count; i++) sum += pairs_of_bytes(codes[i], splat_word(x + 4 * i));
-        return pairs_of_shorts(sum, (shorts){0} + 1);
+        shorts sum = pairs_of_bytes(codes[0][0], splat_word(x));
+        for (int i = 1; i < count; i++) sum += pairs_of_bytes(codes[0][i], splat_word(x + 4 * i));
+        sums[0] = pairs_of_shorts(sum, (shorts){0} + 1);
+        return;
     }
-    ints sum = pairs_of_shorts((shorts)codes[0], (shorts)splat_word(x));
+    sums[0] = pairs_of_shorts((shorts)codes[0][0], (shorts)splat_word(x));
     for (int i = 1; i < count; i++)
-        sum += pairs_of_shorts((shorts)codes[i], (shorts)splat_word(x + 4 * i));
-    return sum;
+        sums[0] += pairs_of_shorts((shorts)codes[0][i], (shorts)splat_word(x + 4 * i));
+#endif
 }
 
-// Of a panel, unit by unit: `unit` columns, all of one group and one scale of x.
+// A unit of columns, all of one group and one scale of x, and the rows of x from its first column
+// on.
+typedef struct {
+    int begins, ends;  // its group
+    int bits, count;   // of a code; vectors of unpacked codes
+    const char *values, *lower;
+    const uint8_t* is_fine;
+    const float *scales, *sums;
+} Unit;
+
+// Its products with TOGETHER vectors of rows of the weight. They wait in parts [rows, PANEL] until
+// the group ends.
+INLINE void unit_product(const Weight* w, words codes[TOGETHER][UNPACKED], const Group* groups,
+                         const Unit* unit, int64_t rows, float* parts, float* totals) {
+    int64_t k = w->k, blocks = k / ROUNDED, num_groups = k / w->group;
+    int64_t stride = k * (unit->bits == 4 ? 1 : 2);
+    for (int64_t row = 0; row < rows; row++) {
+        ints exact[TOGETHER], fine[TOGETHER];
+        dots(codes, unit->values + row * stride, unit->bits, unit->count, exact);
+        if (unit->bits == 4 && unit->is_fine[row * blocks]) {
+            dots(codes, unit->lower + row * k, unit->bits, unit->count, fine);
+            for (int i = 0; i < TOGETHER; i++) exact[i] = exact[i] * UPPER + fine[i];
+        }
+        floats scale = splat(unit->scales[row * blocks]);
+        const float* x_sum = unit->sums ? unit->sums + row * num_groups : 0;
+        for (int i = 0; i < TOGETHER; i++) {
+            float* part = parts + row * PANEL + i * LANES;
+            float* total = totals + row * PANEL + i * LANES;
+            floats sum = __builtin_convertvector(exact[i], floats);
+            sum = unit->begins ? sum * scale : fused(sum, scale, load(part));
+            if (unit->ends)
+                store(total, with_group(load(total), sum, groups[i], x_sum));
+            else
+                store(part, sum);
+        }
+    }
+}
+
+// Of a panel, unit by unit of `size` columns.
 INLINE void units_of_product(const Weight* w, int64_t panel, const RoundedRows* in, float* totals,
-                             int bits, int unit, int is_group) {
-    int per_word = 32 / bits, count = 2 * unit / per_word, size = bits == 4 ? 1 : 2;
-    int64_t groups = w->k / w->group, blocks = w->k / ROUNDED;
+                             int bits, int size, int is_group) {
+    int per_word = 32 / bits, count = 2 * size / per_word;
+    int64_t groups = w->k / w->group, rows = in->rows;
     const uint32_t* codes = w->codes + panel * (w->k / per_word) * PANEL;
     float parts[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
-    memset(totals, 0, sizeof(float) * in->rows * PANEL);
-    for (int64_t column = 0; column < w->k; column += unit, codes += unit / per_word * PANEL) {
-        int64_t g = column / w->group;
-        int begins = is_group || column == g * w->group;
-        int ends = is_group || column + unit == (g + 1) * w->group;
-        for (int i = 0; i < unit / per_word * 2; i++) __builtin_prefetch(codes + AHEAD + i * 16);
-        for (int octet = 0; octet < OCTETS; octet++) {
-            words unpacked[VECTORS];
-            unpack(codes + octet * LANES, bits, count, unpacked);
-            Group group = {splat(0.0f), splat(0.0f)};
-            if (ends) group = group_of(w, (panel * groups + g) * PANEL + octet * LANES);
-            for (int64_t row = 0; row < in->rows; row++) {
-                const char* x = (const char*)in->values + (row * w->k + column) * size;
-                ints exact = dot(unpacked, x, bits, count);
-                if (bits == 4 && in->is_fine[row * blocks + column / ROUNDED]) {
-                    const char* lower = (const char*)in->lower + row * w->k + column;
-                    exact = exact * UPPER + dot(unpacked, lower, bits, count);
-                }
-                floats sum = __builtin_convertvector(exact, floats);
-                floats scale = splat(in->scales[row * blocks + column / ROUNDED]);
-                float* part = parts + row * PANEL + octet * LANES;
-                float* total = totals + row * PANEL + octet * LANES;
-                sum = begins ? sum * scale : fused(sum, scale, load(part));
-                const float* x_sum = in->sums ? in->sums + row * groups + g : 0;
-                if (ends)
-                    store(total, with_group(load(total), sum, group, x_sum));
-                else
-                    store(part, sum);
+    memset(totals, 0, sizeof(float) * rows * PANEL);
+    for (int64_t column = 0; column < w->k; column += size, codes += size / per_word * PANEL) {
+        int64_t g = column / w->group, block = column / ROUNDED;
+        Unit unit = {
+            is_group || column == g * w->group,
+            is_group || column + size == (g + 1) * w->group,
+            bits,
+            count,
+            (const char*)in->values + column * (bits == 4 ? 1 : 2),
+            (const char*)in->lower + column,
+            in->is_fine + block,
+            in->scales + block,
+            in->sums ? in->sums + g : 0,
+        };
+        for (int i = 0; i < size / per_word * 2; i++) __builtin_prefetch(codes + AHEAD + i * 16);
+        for (int first = 0; first < PANEL; first += TOGETHER * LANES) {
+            words unpacked[TOGETHER][UNPACKED];
+            Group ending[TOGETHER];
+            for (int i = 0; i < TOGETHER; i++) {
+                int lane = first + i * LANES;
+                unpack(codes + lane, bits, count, unpacked[i]);
+                ending[i] = (Group){splat(0.0f), splat(0.0f)};
+                if (unit.ends) ending[i] = group_of(w, (panel * groups + g) * PANEL + lane);
             }
+            unit_product(w, unpacked, ending, &unit, rows, parts + first, totals + first);
         }
     }
 }

@@ -5,6 +5,7 @@
 // levels in registers, or in a tile in the first-level cache where many rows of x share them.
 // Either way the order is the same, so a row's result does not depend on the other rows.
 
+#define WIDE
 #include "grouped.h"
 
 enum {
@@ -18,7 +19,9 @@ INLINE floats values_of(words codes, int bits, const float* levels) {
     words mask = (words){0} + (bits == 4 ? 15u : 255u);
     codes &= mask;
     if (!levels) return __builtin_convertvector((ints)codes, floats);
-#if defined(__AVX2__)
+#if LANES == 16
+    return (floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)load(levels));
+#elif defined(__AVX2__)
     __m256i index = (__m256i)codes;
     __m256 low = _mm256_permutevar8x32_ps((__m256)load(levels), index);
     __m256 high = _mm256_permutevar8x32_ps((__m256)load(levels + LANES), index);
@@ -39,31 +42,31 @@ INLINE void few_rows(const Weight* w, int64_t panel, const FloatRows* in, int ro
     const uint32_t* codes = w->codes + panel * (w->k / per_word) * PANEL;
     memset(totals, 0, sizeof(float) * rows * PANEL);
     for (int64_t first = 0; first < w->k;) {
-        floats part[MAX_DIRECT][OCTETS];
+        floats part[MAX_DIRECT][VECTORS];
         for (int row = 0; row < rows; row++)
-            for (int octet = 0; octet < OCTETS; octet++) part[row][octet] = splat(0.0f);
+            for (int vector = 0; vector < VECTORS; vector++) part[row][vector] = splat(0.0f);
         int64_t g = first / w->group, end = first + w->group;
         for (; first < end; first += per_word) {
             __builtin_prefetch(codes + AHEAD);
             __builtin_prefetch(codes + AHEAD + PANEL / 2);
-            for (int octet = 0; octet < OCTETS; octet++) {
+            for (int vector = 0; vector < VECTORS; vector++) {
                 words word;
                 memcpy(&word, codes, sizeof word);
                 codes += LANES;
                 for (int place = 0; place < per_word; place++) {
                     floats level = values_of(word >> (bits * place), bits, levels);
                     for (int row = 0; row < rows; row++)
-                        part[row][octet] = fused(level, splat(in->x[row * w->k + first + place]),
-                                                 part[row][octet]);
+                        part[row][vector] = fused(level, splat(in->x[row * w->k + first + place]),
+                                                  part[row][vector]);
                 }
             }
         }
-        for (int octet = 0; octet < OCTETS; octet++) {
-            Group group = group_of(w, (panel * groups + g) * PANEL + octet * LANES);
+        for (int vector = 0; vector < VECTORS; vector++) {
+            Group group = group_of(w, (panel * groups + g) * PANEL + vector * LANES);
             for (int row = 0; row < rows; row++) {
-                float* total = totals + row * PANEL + octet * LANES;
+                float* total = totals + row * PANEL + vector * LANES;
                 const float* sum = in->sums ? in->sums + row * groups + g : 0;
-                store(total, with_group(load(total), part[row][octet], group, sum));
+                store(total, with_group(load(total), part[row][vector], group, sum));
             }
         }
     }
@@ -75,12 +78,12 @@ INLINE void fill(const Weight* w, int64_t panel, int64_t first, int64_t count, f
     int per_word = 32 / bits;
     const uint32_t* codes = w->codes + (panel * w->k + first) / per_word * PANEL;
     for (int64_t column = 0; column < count; column += per_word)
-        for (int octet = 0; octet < OCTETS; octet++) {
+        for (int vector = 0; vector < VECTORS; vector++) {
             words word;
             memcpy(&word, codes, sizeof word);
             codes += LANES;
             for (int place = 0; place < per_word; place++)
-                store(tile + (column + place) * PANEL + octet * LANES,
+                store(tile + (column + place) * PANEL + vector * LANES,
                       values_of(word >> (bits * place), bits, levels));
         }
 }
@@ -90,7 +93,7 @@ typedef struct {
     const float* levels;           // [count, PANEL]
     int64_t first, count, number;  // of its columns, and of their group
     int begins, ends;              // its group
-    Group groups[OCTETS];          // where it ends
+    Group groups[VECTORS];         // where it ends
 } Tile;
 
 // Products of rows of x with half of a tile, from `half` on. They begin at 0 with a group, wait in
@@ -165,8 +168,8 @@ INLINE void many_rows(const Weight* w, int64_t panel, const FloatRows* in, float
         fill(w, panel, first, count, memory, bits, levels);
         Tile tile = {memory, first, count, g, first == end - w->group, first + count == end, {}};
         if (tile.ends)
-            for (int octet = 0; octet < OCTETS; octet++)
-                tile.groups[octet] = group_of(w, (panel * groups + g) * PANEL + octet * LANES);
+            for (int vector = 0; vector < VECTORS; vector++)
+                tile.groups[vector] = group_of(w, (panel * groups + g) * PANEL + vector * LANES);
         add_products(w, &tile, in, parts, totals);
         first += count;
     }

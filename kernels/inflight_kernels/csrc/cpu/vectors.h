@@ -1,5 +1,4 @@
-// Vectors of eight lanes. They are GCC's and so of any architecture; one with wider registers than
-// 256 bits does not use all of them.
+// Vectors of LANES lanes. They are GCC's and so of any architecture.
 #pragma once
 
 #include <stdint.h>
@@ -11,16 +10,20 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 8 };
+// Sources whose loops gain from 512 bits define WIDE first. CPUs that are older than these
+// instructions lower their clock for them.
+#if defined(WIDE) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define LANES 16
+#else
+#define LANES 8
+#endif
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-INLINE floats splat(float value) {
-    return (floats){value, value, value, value, value, value, value, value};
-}
+INLINE floats splat(float value) { return value - (floats){0.0f}; }
 
 INLINE floats load(const float* from) {
     floats found;
@@ -33,7 +36,9 @@ INLINE void store(float* to, floats values) { memcpy(to, &values, sizeof values)
 // a * b + c, rounded once where the CPU can. Everywhere spelled out: left to the compiler, which of
 // two products is fused with a sum would depend on the code around it, and so would a row's result.
 INLINE floats fused(floats a, floats b, floats c) {
-#if defined(__FMA__)
+#if LANES == 16
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
     return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_FEATURE_FMA)
     for (int lane = 0; lane < LANES; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
@@ -45,9 +50,10 @@ INLINE floats fused(floats a, floats b, floats c) {
 
 INLINE float sum_of(floats values) {
     typedef float quad __attribute__((vector_size(16)));
-    quad halves[2];
-    memcpy(halves, &values, sizeof halves);
-    quad sums = halves[0] + halves[1];
+    quad parts[LANES / 4];
+    memcpy(parts, &values, sizeof parts);
+    quad sums = parts[0] + parts[1];
+    for (int i = 2; i < LANES / 4; i++) sums += parts[i];
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
