@@ -30,7 +30,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
         ("q_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("rows", "owners", "tables", "seq_lens")),
+        *((name, ctypes.c_void_p) for name in ("rows", "owners", "tables", "seq_lens", "runs")),
         *(
             (name, ctypes.c_int64)
             for name in ("table_width", "block_size", "heads", "kv_heads", "dim", "window")
@@ -186,4 +186,4 @@ def _attend_rows(
         scale,
     )
     threads = torch.get_num_threads() if which.num_keys * dim > _PARALLEL_WORK else 1
-    _functions().attend_rows(ctypes.byref(attention), which.rows.shape[0], threads)
+    _functions().attend_rows(ctypes.byref(attention), which.runs.shape[0] - 1, threads)

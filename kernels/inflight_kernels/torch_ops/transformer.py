@@ -275,6 +275,10 @@ class ChunkPiece:
     mask: Tensor | None
 
 
+MAX_RUN = 4
+"""Rows of a chunk that may be computed together."""
+
+
 @dataclass(frozen=True, slots=True)
 class SingleRows:
     """Rows of q that attend on their own, in the order of the batch.
@@ -284,16 +288,19 @@ class SingleRows:
         owners: [n] int64, the chunk of each.
         tables: [chunks, B] int64, contiguous; entries past a sequence's length are not read.
         seq_lens: [n] int64, keys of each row, its own included.
+        runs: [runs + 1] int64, the first row of each run, and n. A run is up to MAX_RUN rows of a
+            chunk, one after the other, that may share their reads of keys; one with a window.
         num_keys: of all rows.
-        pointers: of rows, owners, tables and seq_lens; numpy takes a microsecond for each.
+        pointers: of rows, owners, tables, seq_lens and runs; numpy takes a microsecond for each.
     """
 
     rows: Ints
     owners: Ints
     tables: Ints
     seq_lens: Ints
+    runs: Ints
     num_keys: int
-    pointers: tuple[int, int, int, int]
+    pointers: tuple[int, ...]
 
 
 class AttentionPlan:
@@ -362,7 +369,8 @@ class AttentionPlan:
     def single(self) -> SingleRows:
         """The chunks of one token."""
         _, query_start, seq_lens, *_ = self._step
-        return self._rows(query_start[self._single], self._single, seq_lens[self._single])
+        starts = query_start[self._single]
+        return self._rows(starts, self._single, seq_lens[self._single], np.arange(len(starts)))
 
     @functools.cached_property
     def every(self) -> SingleRows:
@@ -370,14 +378,16 @@ class AttentionPlan:
         _, query_start, seq_lens, *_ = self._step
         rows = np.arange(query_start[-1])
         owners = np.repeat(np.arange(len(seq_lens)), np.diff(query_start))
-        return self._rows(rows, owners, seq_lens[owners] - (query_start[owners + 1] - 1 - rows))
+        keys = seq_lens[owners] - (query_start[owners + 1] - 1 - rows)
+        most = 1 if self.window else MAX_RUN
+        runs = np.flatnonzero((rows - query_start[owners]) % most == 0)
+        return self._rows(rows, owners, keys, runs)
 
-    def _rows(self, rows: Ints, owners: Ints, seq_lens: Ints) -> SingleRows:
-        rows, owners, tables, lens = (
-            np.ascontiguousarray(each, np.int64) for each in (rows, owners, self._step[0], seq_lens)
-        )
-        pointers = rows.ctypes.data, owners.ctypes.data, tables.ctypes.data, lens.ctypes.data
-        return SingleRows(rows, owners, tables, lens, int(lens.sum()), pointers)
+    def _rows(self, rows: Ints, owners: Ints, seq_lens: Ints, runs: Ints) -> SingleRows:
+        parts = (rows, owners, self._step[0], seq_lens, np.append(runs, len(rows)))
+        rows, owners, tables, lens, runs = (np.ascontiguousarray(part, np.int64) for part in parts)
+        pointers = tuple(part.ctypes.data for part in (rows, owners, tables, lens, runs))
+        return SingleRows(rows, owners, tables, lens, runs, int(lens.sum()), pointers)
 
     @functools.cached_property
     def groups(self) -> list[DecodeGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,15 +114,23 @@ class Step:
         expected = definitions.attend(self.q, k, v, self.plan, self.scale)
         found = kernels.attend(self.q, self.k, self.v, self.plan, self.scale)
         torch.testing.assert_close(found, expected, atol=3e-6, rtol=3e-5)
-        each = kernels.attend(self.q, k, v, self.plan, self.scale, each=True)
+        each = kernels.attend(self.q, self.k, self.v, self.plan, self.scale, each=True)
         torch.testing.assert_close(each, expected, atol=3e-6, rtol=3e-5)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 1, 8), (16, 1, 256)]
+    ("heads", "kv_heads", "dim"),
+    [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 1, 8), (4, 2, 24), (5, 1, 72), (16, 1, 256)],
 )
-def test_single_rows(heads: int, kv_heads: int, dim: int) -> None:
-    Step([1] * 5, [1, 16, 17, 100, 333], heads, kv_heads, dim).compare()
+@pytest.mark.parametrize("q_len", [1, 2, 4, 11])
+def test_single_rows(heads: int, kv_heads: int, dim: int, q_len: int) -> None:
+    """Alone, or in runs of rows of one chunk."""
+    Step([q_len] * 5, [11, 16, 17, 100, 333], heads, kv_heads, dim).compare()
+
+
+def test_a_run_is_as_long_as_the_kernels() -> None:
+    source = Path(kernels.__file__).parents[1] / "csrc/cpu/attention.c"
+    assert f"MAX_ROWS = {definitions.MAX_RUN}," in source.read_text()
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 40])

@@ -3,7 +3,6 @@
 
 #include <math.h>
 
-#include "pool.h"
 #include "vectors.h"
 
 // normed [rows, width] = norm(x + residual) * weight; total = x + residual. residual may be null.
@@ -71,75 +70,4 @@ void silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) {
             to[i] = (x / (1.0f + exponential(-x)))[0] * up[i];
         }
     }
-}
-
-enum { MAX_GROUP = 16, MAX_DIM = 256 };
-
-typedef struct {
-    const float *q, *k_cache, *v_cache;
-    float* out;
-    int64_t q_stride;         // floats from one row of q to the next
-    const int64_t* rows;      // of q and out
-    const int64_t* owners;    // the sequence of each row
-    const int64_t* tables;    // [sequences, table_width], its blocks
-    const int64_t* seq_lens;  // keys of each row
-    int64_t table_width, block_size, heads, kv_heads, dim, window;
-    float scale;
-} Attention;
-
-// One row's query heads that share a key head: one pass over the keys, with a running maximum
-// (arXiv:2205.14135, its online softmax), block by block.
-static void attend_group(const void* context, int64_t index) {
-    const Attention* a = context;
-    int64_t place = index / a->kv_heads, kv_head = index % a->kv_heads;
-    int64_t group = a->heads / a->kv_heads, dim = a->dim, step = a->kv_heads * dim;
-    int64_t row = a->rows[place], seq_len = a->seq_lens[place];
-    const int64_t* table = a->tables + a->owners[place] * a->table_width;
-    const float* q = a->q + row * a->q_stride + kv_head * group * dim;
-    float most[MAX_GROUP], norm[MAX_GROUP];
-    float sums[MAX_GROUP * MAX_DIM] __attribute__((aligned(64)));
-    for (int64_t head = 0; head < group; head++) most[head] = -INFINITY, norm[head] = 0.0f;
-    memset(sums, 0, sizeof(float) * group * dim);
-    int64_t first = a->window && seq_len > a->window ? seq_len - a->window : 0;
-    while (first < seq_len) {
-        int64_t offset = first % a->block_size, count = a->block_size - offset;
-        if (count > seq_len - first) count = seq_len - first;
-        if (count > LANES) count = LANES;
-        int64_t slot = table[first / a->block_size] * a->block_size + offset;
-        const float* keys = a->k_cache + slot * step + kv_head * dim;
-        const float* values = a->v_cache + slot * step + kv_head * dim;
-        for (int64_t head = 0; head < group; head++) {
-            const float* query = q + head * dim;
-            floats scores = splat(-INFINITY);
-            for (int64_t key = 0; key < count; key++) {
-                floats products = splat(0.0f);
-                for (int64_t i = 0; i < dim; i += LANES)
-                    products = fused(load(query + i), load(keys + key * step + i), products);
-                scores[key] = sum_of(products) * a->scale;
-            }
-            float highest = most[head];
-            for (int64_t key = 0; key < count; key++)
-                if (!(scores[key] <= highest)) highest = scores[key];  // a NaN as well
-            floats weights = exponential(scores - highest);
-            float kept = exponential(splat(most[head] - highest))[0];
-            most[head] = highest;
-            norm[head] = norm[head] * kept + sum_of(weights);
-            float* sum = sums + head * dim;
-            for (int64_t i = 0; i < dim; i += LANES) {
-                floats total = load(sum + i) * kept;
-                for (int64_t key = 0; key < count; key++)
-                    total = fused(load(values + key * step + i), splat(weights[key]), total);
-                store(sum + i, total);
-            }
-        }
-        first += count;
-    }
-    float* out = a->out + row * a->heads * dim + kv_head * group * dim;
-    for (int64_t head = 0; head < group; head++)
-        for (int64_t i = 0; i < dim; i++) out[head * dim + i] = sums[head * dim + i] / norm[head];
-}
-
-// Attention of single queries over the blocks of their sequences.
-void attend_rows(const Attention* attention, int64_t rows, int64_t threads) {
-    pool_run(attend_group, attention, rows * attention->kv_heads, threads);
 }

@@ -1,0 +1,214 @@
+// Attention of queries over the blocks of their sequences, in float32: one pass over the keys with
+// a running maximum (arXiv:2205.14135, its online softmax), LANES keys at a time.
+//
+// The queries of a task share its keys, which are transposed for all of them. Each has its own
+// sums, in the order of its keys and columns: its result does not depend on the others.
+
+#include <math.h>
+
+#include "pool.h"
+#define WIDE
+#include "vectors.h"
+
+enum {
+    MAX_GROUP = 16,
+    MAX_DIM = 256,
+    MAX_ROWS = 4,  // of a run, MAX_RUN in Python
+    MAX_QUERIES = MAX_ROWS * MAX_GROUP,
+    SCORED = 4,   // queries whose scores are computed together
+    COLUMNS = 4,  // vectors of a query's sums that stay in registers
+};
+
+typedef struct {
+    const float *q, *k_cache, *v_cache;
+    float* out;
+    int64_t q_stride;         // floats from one row of q to the next
+    const int64_t* rows;      // of q and out
+    const int64_t* owners;    // the sequence of each row
+    const int64_t* tables;    // [sequences, table_width], its blocks
+    const int64_t* seq_lens;  // keys of each row
+    const int64_t* runs;      // the first row of each run, and their end
+    int64_t table_width, block_size, heads, kv_heads, dim, window;
+    float scale;
+} Attention;
+
+// The queries of a run's rows that share a key head, row by row.
+typedef struct {
+    int64_t group, count, dim, padded;  // dim to whole vectors
+    const float* queries[MAX_QUERIES];
+    float most[MAX_QUERIES];  // of the scores so far
+    float norm[MAX_QUERIES];  // sum of their weights
+    float kept[MAX_QUERIES];  // what former sums are multiplied by
+    floats weights[MAX_QUERIES];
+    float sums[MAX_QUERIES * MAX_DIM] __attribute__((aligned(64)));  // [count, padded]
+} Queries;
+
+// In a square of LANES vectors, exchange the blocks of `size` beside the diagonal.
+INLINE void exchange(floats* rows, int size) {
+    ints lower, upper;
+    for (int lane = 0; lane < LANES; lane++) {
+        lower[lane] = lane & size ? LANES + lane - size : lane;
+        upper[lane] = lane & size ? LANES + lane : lane + size;
+    }
+    for (int i = 0; i < LANES; i++) {
+        if (i & size) continue;
+        floats first = rows[i], second = rows[i + size];
+        rows[i] = __builtin_shuffle(first, second, lower);
+        rows[i + size] = __builtin_shuffle(first, second, upper);
+    }
+}
+
+// The larger of each lane and the one `by` further.
+INLINE floats larger_of_lanes(floats values, int by) {
+    ints others;
+    for (int lane = 0; lane < LANES; lane++) others[lane] = (lane + by) % LANES;
+    return larger(__builtin_shuffle(values, others), values);
+}
+
+INLINE float largest_of(floats values) {
+#if LANES == 16
+    values = larger_of_lanes(values, 8);
+#endif
+    values = larger_of_lanes(values, 4);
+    values = larger_of_lanes(values, 2);
+    return larger_of_lanes(values, 1)[0];
+}
+
+// The last vector of a row may be half of one.
+INLINE floats load_part(const float* from, int64_t width) {
+    if (width >= LANES) return load(from);
+    floats found = splat(0.0f);
+    memcpy(&found, from, sizeof(float) * LANES / 2);
+    return found;
+}
+
+// Keys [count, dim], `step` apart -> tile [dim, LANES]; there are zeros for those that are missing.
+static void transpose(const float* keys, int64_t count, int64_t step, int64_t dim, float* tile) {
+    for (int64_t column = 0; column < dim; column += LANES) {
+        floats square[LANES];
+        for (int key = 0; key < LANES; key++)
+            square[key] =
+                key < count ? load_part(keys + key * step + column, dim - column) : splat(0.0f);
+        exchange(square, 1);
+        exchange(square, 2);
+        exchange(square, 4);
+#if LANES == 16
+        exchange(square, 8);
+#endif
+        for (int i = 0; i < LANES; i++) store(tile + (column + i) * LANES, square[i]);
+    }
+}
+
+// Scores of `count` queries from `first` on.
+INLINE void score(const Queries* all, int64_t first, int count, const float* tile, floats* scores) {
+    floats sums[SCORED];
+    for (int i = 0; i < count; i++) sums[i] = splat(0.0f);
+    for (int64_t column = 0; column < all->dim; column++) {
+        floats keys = load(tile + column * LANES);
+        for (int i = 0; i < count; i++)
+            sums[i] = fused(keys, splat(all->queries[first + i][column]), sums[i]);
+    }
+    for (int i = 0; i < count; i++) scores[i] = sums[i];
+}
+
+// Weights of the keys of a tile for the queries from `first` on, and what is kept of their sums.
+static void weigh(Queries* all, int64_t first, const float* tile, const int64_t* counts,
+                  float scale) {
+    floats scores[MAX_QUERIES];
+    int64_t at = first;
+    for (; at + SCORED <= all->count; at += SCORED) score(all, at, SCORED, tile, scores + at);
+    for (; at < all->count; at++) score(all, at, 1, tile, scores + at);
+    floats lanes;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = (float)lane;
+    for (at = first; at < all->count; at++) {
+        ints is_key = lanes < (float)counts[at / all->group];
+        floats hidden = (floats)((ints)splat(-INFINITY) & ~is_key);
+        scores[at] = (floats)((ints)(scores[at] * scale) & is_key) + hidden;
+        float former = all->most[at], largest = largest_of(scores[at]);
+        all->most[at] = largest > former ? largest : former;
+        all->kept[at] = former - all->most[at];
+    }
+    for (int64_t i = first / LANES * LANES; i < all->count; i += LANES)
+        store(all->kept + i, exponential(load(all->kept + i)));
+    for (at = first; at < all->count; at++) {
+        floats weights = all->weights[at] = exponential(scores[at] - all->most[at]);
+        all->norm[at] = all->norm[at] * all->kept[at] + sum_of(weights);
+    }
+}
+
+// Add values [count, dim], `step` apart, to a query's sums.
+static void add_values(Queries* all, int64_t at, const float* values, int64_t count, int64_t step) {
+    float weights[LANES] __attribute__((aligned(64)));
+    store(weights, all->weights[at]);
+    float *sums = all->sums + at * all->padded, kept = all->kept[at];
+    int64_t column = 0;
+    for (; column + COLUMNS * LANES <= all->dim; column += COLUMNS * LANES) {
+        floats totals[COLUMNS];
+        for (int i = 0; i < COLUMNS; i++) totals[i] = load(sums + column + i * LANES) * kept;
+        for (int64_t key = 0; key < count; key++)
+            for (int i = 0; i < COLUMNS; i++)
+                totals[i] = fused(load(values + key * step + column + i * LANES),
+                                  splat(weights[key]), totals[i]);
+        for (int i = 0; i < COLUMNS; i++) store(sums + column + i * LANES, totals[i]);
+    }
+    for (; column < all->dim; column += LANES) {
+        floats total = load(sums + column) * kept;
+        for (int64_t key = 0; key < count; key++)
+            total = fused(load_part(values + key * step + column, all->dim - column),
+                          splat(weights[key]), total);
+        store(sums + column, total);
+    }
+}
+
+// The queries of a run of rows of one sequence, each with a key more than the one before, that
+// share a key head.
+static void attend_run(const void* context, int64_t index) {
+    const Attention* a = context;
+    int64_t run = index / a->kv_heads, kv_head = index % a->kv_heads;
+    int64_t begin = a->runs[run], rows = a->runs[run + 1] - begin;
+    int64_t group = a->heads / a->kv_heads, dim = a->dim, step = a->kv_heads * dim;
+    const int64_t* table = a->tables + a->owners[begin] * a->table_width;
+    const int64_t* seq_lens = a->seq_lens + begin;
+    float tile[MAX_DIM * LANES] __attribute__((aligned(64)));
+    Queries all;
+    all.group = group, all.count = rows * group, all.dim = dim;
+    all.padded = (dim + LANES - 1) / LANES * LANES;
+    for (int64_t at = 0; at < all.count; at++) {
+        int64_t head = kv_head * group + at % group;
+        all.queries[at] = a->q + a->rows[begin + at / group] * a->q_stride + head * dim;
+        all.most[at] = -INFINITY, all.norm[at] = 0.0f;
+    }
+    for (int64_t at = 0; at < MAX_QUERIES; at++) all.kept[at] = 0.0f;
+    memset(all.sums, 0, sizeof(float) * all.count * all.padded);
+    int64_t end = seq_lens[rows - 1];
+    // With a window, a run is one row.
+    int64_t first = a->window && end > a->window ? end - a->window : 0;
+    while (first < end) {
+        int64_t offset = first % a->block_size, count = a->block_size - offset;
+        if (count > end - first) count = end - first;
+        if (count > LANES) count = LANES;
+        int64_t slot = table[first / a->block_size] * a->block_size + offset, seen = 0;
+        int64_t counts[MAX_ROWS];  // keys of each row
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t own = seq_lens[row] - first;
+            counts[row] = own < count ? own : count;
+            if (own <= 0) seen = row + 1;
+        }
+        transpose(a->k_cache + slot * step + kv_head * dim, count, step, dim, tile);
+        weigh(&all, seen * group, tile, counts, a->scale);
+        const float* values = a->v_cache + slot * step + kv_head * dim;
+        for (int64_t at = seen * group; at < all.count; at++)
+            add_values(&all, at, values, counts[at / group], step);
+        first += count;
+    }
+    for (int64_t at = 0; at < all.count; at++) {
+        int64_t head = kv_head * group + at % group;
+        float* out = a->out + (a->rows[begin + at / group] * a->heads + head) * dim;
+        for (int64_t i = 0; i < dim; i++) out[i] = all.sums[at * all.padded + i] / all.norm[at];
+    }
+}
+
+// Attention of runs of single queries over the blocks of their sequences.
+void attend_rows(const Attention* attention, int64_t runs, int64_t threads) {
+    pool_run(attend_run, attention, runs * attention->kv_heads, threads);
+}
