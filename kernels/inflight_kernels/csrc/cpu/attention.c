@@ -1,8 +1,8 @@
 // Attention of queries over the blocks of their sequences, in float32: one pass over the keys with
 // a running maximum (arXiv:2205.14135, its online softmax), LANES keys at a time.
 //
-// The queries of a task share its keys, which are transposed for all of them. Each has its own
-// sums, in the order of its keys and columns: its result does not depend on the others.
+// The queries of a task share its keys, which are read once for all of them. Each has its own sums,
+// in one order: its result does not depend on the others.
 
 #include <math.h>
 
@@ -15,8 +15,10 @@ enum {
     MAX_DIM = 256,
     MAX_ROWS = 4,  // of a run, MAX_RUN in Python
     MAX_QUERIES = MAX_ROWS * MAX_GROUP,
-    SCORED = 4,   // queries whose scores are computed together
-    COLUMNS = 4,  // vectors of a query's sums that stay in registers
+    SCORED = 4,       // keys whose scores are computed together
+    CACHE_LINE = 16,  // floats
+    AHEAD = 16,       // keys that are fetched before their turn
+    COLUMNS = 4,      // vectors of a query's sums that stay in registers
 };
 
 typedef struct {
@@ -43,21 +45,6 @@ typedef struct {
     float sums[MAX_QUERIES * MAX_DIM] __attribute__((aligned(64)));  // [count, padded]
 } Queries;
 
-// In a square of LANES vectors, exchange the blocks of `size` beside the diagonal.
-INLINE void exchange(floats* rows, int size) {
-    ints lower, upper;
-    for (int lane = 0; lane < LANES; lane++) {
-        lower[lane] = lane & size ? LANES + lane - size : lane;
-        upper[lane] = lane & size ? LANES + lane : lane + size;
-    }
-    for (int i = 0; i < LANES; i++) {
-        if (i & size) continue;
-        floats first = rows[i], second = rows[i + size];
-        rows[i] = __builtin_shuffle(first, second, lower);
-        rows[i + size] = __builtin_shuffle(first, second, upper);
-    }
-}
-
 // The larger of each lane and the one `by` further.
 INLINE floats larger_of_lanes(floats values, int by) {
     ints others;
@@ -82,55 +69,79 @@ INLINE floats load_part(const float* from, int64_t width) {
     return found;
 }
 
-// Keys [count, dim], `step` apart -> tile [dim, LANES]; there are zeros for those that are missing.
-static void transpose(const float* keys, int64_t count, int64_t step, int64_t dim, float* tile) {
-    for (int64_t column = 0; column < dim; column += LANES) {
-        floats square[LANES];
-        for (int key = 0; key < LANES; key++)
-            square[key] =
-                key < count ? load_part(keys + key * step + column, dim - column) : splat(0.0f);
-        exchange(square, 1);
-        exchange(square, 2);
-        exchange(square, 4);
-#if LANES == 16
-        exchange(square, 8);
-#endif
-        for (int i = 0; i < LANES; i++) store(tile + (column + i) * LANES, square[i]);
+// In each lane the sum of two lanes, `by` apart: of `second` where the bit `by` of the lane's
+// number is set, else of `first`.
+INLINE floats merged(floats first, floats second, int by) {
+    ints lower, upper;
+    for (int lane = 0; lane < LANES; lane++) {
+        lower[lane] = lane & by ? LANES + lane - by : lane;
+        upper[lane] = lane & by ? LANES + lane : lane + by;
     }
+    return __builtin_shuffle(first, second, lower) + __builtin_shuffle(first, second, upper);
 }
 
-// Scores of `count` queries from `first` on.
-INLINE void score(const Queries* all, int64_t first, int count, const float* tile, floats* scores) {
+// The sum of each of LANES vectors, in the lane of its number.
+INLINE floats sums_of(floats* vectors) {
+    for (int i = 0; i < LANES / 2; i++) vectors[i] = merged(vectors[2 * i], vectors[2 * i + 1], 1);
+    for (int i = 0; i < LANES / 4; i++) vectors[i] = merged(vectors[2 * i], vectors[2 * i + 1], 2);
+    for (int i = 0; i < LANES / 8; i++) vectors[i] = merged(vectors[2 * i], vectors[2 * i + 1], 4);
+#if LANES == 16
+    return merged(vectors[0], vectors[1], 8);
+#else
+    return vectors[0];
+#endif
+}
+
+// Products of a query with `count` keys, `step` apart.
+INLINE void multiply(const float* query, const float* keys, int64_t step, int64_t dim, int count,
+                     floats* products) {
     floats sums[SCORED];
     for (int i = 0; i < count; i++) sums[i] = splat(0.0f);
-    for (int64_t column = 0; column < all->dim; column++) {
-        floats keys = load(tile + column * LANES);
+    int64_t column = 0;
+    for (; column + LANES <= dim; column += LANES) {
+        floats factor = load(query + column);
         for (int i = 0; i < count; i++)
-            sums[i] = fused(keys, splat(all->queries[first + i][column]), sums[i]);
+            sums[i] = fused(factor, load(keys + i * step + column), sums[i]);
     }
-    for (int i = 0; i < count; i++) scores[i] = sums[i];
+    if (column < dim) {
+        floats factor = load_part(query + column, dim - column);
+        for (int i = 0; i < count; i++)
+            sums[i] = fused(factor, load_part(keys + i * step + column, dim - column), sums[i]);
+    }
+    for (int i = 0; i < count; i++) products[i] = sums[i];
 }
 
-// Weights of the keys of a tile for the queries from `first` on, and what is kept of their sums.
-static void weigh(Queries* all, int64_t first, const float* tile, const int64_t* counts,
-                  float scale) {
-    floats scores[MAX_QUERIES];
-    int64_t at = first;
-    for (; at + SCORED <= all->count; at += SCORED) score(all, at, SCORED, tile, scores + at);
-    for (; at < all->count; at++) score(all, at, 1, tile, scores + at);
-    floats lanes;
+// Scores of `count` keys, `step` apart, in as many lanes.
+static floats score(const float* query, const float* keys, int64_t count, int64_t step,
+                    int64_t dim) {
+    floats products[LANES];
+    int64_t key = 0;
+    for (; key + SCORED <= count; key += SCORED)
+        multiply(query, keys + key * step, step, dim, SCORED, products + key);
+    for (; key < count; key++) multiply(query, keys + key * step, step, dim, 1, products + key);
+    for (; key < LANES; key++) products[key] = splat(0.0f);
+    return sums_of(products);
+}
+
+// Weights of keys, `step` apart, so many for each row, for the queries from `first` on, and what is
+// kept of their sums.
+static void weigh(Queries* all, int64_t first, const float* keys, const int64_t* counts,
+                  int64_t step, float scale) {
+    floats scores[MAX_QUERIES], lanes;
     for (int lane = 0; lane < LANES; lane++) lanes[lane] = (float)lane;
-    for (at = first; at < all->count; at++) {
-        ints is_key = lanes < (float)counts[at / all->group];
+    for (int64_t at = first; at < all->count; at++) {
+        int64_t count = counts[at / all->group];
+        ints is_key = lanes < (float)count;
+        floats found = score(all->queries[at], keys, count, step, all->dim) * scale;
         floats hidden = (floats)((ints)splat(-INFINITY) & ~is_key);
-        scores[at] = (floats)((ints)(scores[at] * scale) & is_key) + hidden;
+        scores[at] = (floats)((ints)found & is_key) + hidden;
         float former = all->most[at], largest = largest_of(scores[at]);
         all->most[at] = largest > former ? largest : former;
         all->kept[at] = former - all->most[at];
     }
     for (int64_t i = first / LANES * LANES; i < all->count; i += LANES)
         store(all->kept + i, exponential(load(all->kept + i)));
-    for (at = first; at < all->count; at++) {
+    for (int64_t at = first; at < all->count; at++) {
         floats weights = all->weights[at] = exponential(scores[at] - all->most[at]);
         all->norm[at] = all->norm[at] * all->kept[at] + sum_of(weights);
     }
@@ -160,6 +171,13 @@ static void add_values(Queries* all, int64_t at, const float* values, int64_t co
     }
 }
 
+// Fetch rows of a head, `step` apart.
+INLINE void prefetch(const float* rows, int64_t step, int64_t dim) {
+    for (int64_t row = 0; row < LANES; row++)
+        for (int64_t column = 0; column < dim; column += CACHE_LINE)
+            __builtin_prefetch(rows + row * step + column);
+}
+
 // The queries of a run of rows of one sequence, each with a key more than the one before, that
 // share a key head.
 static void attend_run(const void* context, int64_t index) {
@@ -169,7 +187,6 @@ static void attend_run(const void* context, int64_t index) {
     int64_t group = a->heads / a->kv_heads, dim = a->dim, step = a->kv_heads * dim;
     const int64_t* table = a->tables + a->owners[begin] * a->table_width;
     const int64_t* seq_lens = a->seq_lens + begin;
-    float tile[MAX_DIM * LANES] __attribute__((aligned(64)));
     Queries all;
     all.group = group, all.count = rows * group, all.dim = dim;
     all.padded = (dim + LANES - 1) / LANES * LANES;
@@ -194,9 +211,15 @@ static void attend_run(const void* context, int64_t index) {
             counts[row] = own < count ? own : count;
             if (own <= 0) seen = row + 1;
         }
-        transpose(a->k_cache + slot * step + kv_head * dim, count, step, dim, tile);
-        weigh(&all, seen * group, tile, counts, a->scale);
+        const float* keys = a->k_cache + slot * step + kv_head * dim;
         const float* values = a->v_cache + slot * step + kv_head * dim;
+        int64_t later = first + AHEAD;
+        if (later < end) {
+            slot = table[later / a->block_size] * a->block_size + later % a->block_size;
+            prefetch(a->k_cache + slot * step + kv_head * dim, step, dim);
+            prefetch(a->v_cache + slot * step + kv_head * dim, step, dim);
+        }
+        weigh(&all, seen * group, keys, counts, step, a->scale);
         for (int64_t at = seen * group; at < all.count; at++)
             add_values(&all, at, values, counts[at / group], step);
         first += count;
