@@ -49,7 +49,7 @@ typedef struct {
 INLINE floats larger_of_lanes(floats values, int by) {
     ints others;
     for (int lane = 0; lane < LANES; lane++) others[lane] = (lane + by) % LANES;
-    return larger(__builtin_shuffle(values, others), values);
+    return larger(shuffled(values, values, others), values);
 }
 
 INLINE float largest_of(floats values) {
@@ -77,7 +77,7 @@ INLINE floats merged(floats first, floats second, int by) {
         lower[lane] = lane & by ? LANES + lane - by : lane;
         upper[lane] = lane & by ? LANES + lane : lane + by;
     }
-    return __builtin_shuffle(first, second, lower) + __builtin_shuffle(first, second, upper);
+    return shuffled(first, second, lower) + shuffled(first, second, upper);
 }
 
 // The sum of each of LANES vectors, in the lane of its number.

@@ -57,6 +57,18 @@ INLINE float sum_of(floats values) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
+// Lanes of two vectors by number, those of the second one from LANES on.
+INLINE floats shuffled(floats first, floats second, ints lanes) {
+#if defined(__clang__)
+    floats found;
+    for (int lane = 0; lane < LANES; lane++)
+        found[lane] = lanes[lane] < LANES ? first[lanes[lane]] : second[lanes[lane] - LANES];
+    return found;
+#else
+    return __builtin_shuffle(first, second, lanes);
+#endif
+}
+
 // The larger of each pair; of a pair with a NaN, the second one.
 INLINE floats larger(floats first, floats second) {
     ints is_first = first > second;
