@@ -12,11 +12,14 @@ import pytest
 from inflight_kernels.runtime import host_compile
 from inflight_kernels.runtime.host_compile import HostCompileError, library
 
-# Products of all kinds, whose results are printed as a digest.
+# Products of all kinds and attention, whose results are printed as a digest.
 PRODUCTS = """
 import hashlib
+import numpy
 import torch
+from inflight_kernels.cpu_ops import transformer
 from inflight_kernels.cpu_ops.grouped_linear import PackedMatrix
+from inflight_kernels.torch_ops.transformer import AttentionPlan
 
 random = torch.Generator().manual_seed(0)
 digest = hashlib.sha256()
@@ -30,6 +33,10 @@ for bits, group in ((4, 16), (4, 32), (4, 64), (4, 24), (8, 16), (8, 32), (8, 24
             x[:, 40:50] *= 30.0  # rounded to 16 bits
             matrix.product(x, None, out)
             digest.update(out.numpy().tobytes())
+k, v = torch.randn(2, 8, 16, 2, 24, generator=random)
+plan = AttentionPlan(numpy.arange(8)[None], numpy.array([0, 9]), numpy.array([100]), 16)
+q = torch.randn(9, 4, 24, generator=random)
+digest.update(transformer.attend(q, k, v, plan, 0.2, each=True).numpy().tobytes())
 print(digest.hexdigest())
 """
 
@@ -118,7 +125,7 @@ def test_a_damaged_entry_is_reported(fresh: Path) -> None:
     assert f"HostCompileError: {entry}" in done.stderr
 
 
-def test_products_have_the_same_bits_with_all_instruction_sets() -> None:
+def test_results_have_the_same_bits_with_all_instruction_sets() -> None:
     """Integers are exact, and floats are summed in one order, in vectors of any width. Flags that
     this CPU does not need change nothing."""
     flags = ("", "-mno-avx512f")

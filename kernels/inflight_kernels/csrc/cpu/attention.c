@@ -2,12 +2,12 @@
 // a running maximum (arXiv:2205.14135, its online softmax), LANES keys at a time.
 //
 // The queries of a task share its keys, which are read once for all of them. Each has its own sums,
-// in one order: its result does not depend on the others.
+// in one order: its result does not depend on the others. With vectors of 512 bits the order, and
+// so some texts, would differ between CPUs.
 
 #include <math.h>
 
 #include "pool.h"
-#define WIDE
 #include "vectors.h"
 
 enum {
@@ -36,13 +36,13 @@ typedef struct {
 
 // The queries of a run's rows that share a key head, row by row.
 typedef struct {
-    int64_t group, count, dim, padded;  // dim to whole vectors
+    int64_t group, count, dim;
     const float* queries[MAX_QUERIES];
     float most[MAX_QUERIES];  // of the scores so far
     float norm[MAX_QUERIES];  // sum of their weights
     float kept[MAX_QUERIES];  // what former sums are multiplied by
     floats weights[MAX_QUERIES];
-    float sums[MAX_QUERIES * MAX_DIM] __attribute__((aligned(64)));  // [count, padded]
+    float sums[MAX_QUERIES * MAX_DIM] __attribute__((aligned(64)));  // [count, dim]
 } Queries;
 
 // The larger of each lane and the one `by` further.
@@ -53,20 +53,9 @@ INLINE floats larger_of_lanes(floats values, int by) {
 }
 
 INLINE float largest_of(floats values) {
-#if LANES == 16
-    values = larger_of_lanes(values, 8);
-#endif
     values = larger_of_lanes(values, 4);
     values = larger_of_lanes(values, 2);
     return larger_of_lanes(values, 1)[0];
-}
-
-// The last vector of a row may be half of one.
-INLINE floats load_part(const float* from, int64_t width) {
-    if (width >= LANES) return load(from);
-    floats found = splat(0.0f);
-    memcpy(&found, from, sizeof(float) * LANES / 2);
-    return found;
 }
 
 // In each lane the sum of two lanes, `by` apart: of `second` where the bit `by` of the lane's
@@ -80,16 +69,11 @@ INLINE floats merged(floats first, floats second, int by) {
     return shuffled(first, second, lower) + shuffled(first, second, upper);
 }
 
-// The sum of each of LANES vectors, in the lane of its number.
+// The sum of each of LANES vectors, in the lane of its number; its bits are those of sum_of.
 INLINE floats sums_of(floats* vectors) {
-    for (int i = 0; i < LANES / 2; i++) vectors[i] = merged(vectors[2 * i], vectors[2 * i + 1], 1);
-    for (int i = 0; i < LANES / 4; i++) vectors[i] = merged(vectors[2 * i], vectors[2 * i + 1], 2);
-    for (int i = 0; i < LANES / 8; i++) vectors[i] = merged(vectors[2 * i], vectors[2 * i + 1], 4);
-#if LANES == 16
-    return merged(vectors[0], vectors[1], 8);
-#else
-    return vectors[0];
-#endif
+    for (int i = 0; i < 4; i++) vectors[i] = merged(vectors[i], vectors[i + 4], 4);
+    for (int i = 0; i < 2; i++) vectors[i] = merged(vectors[i], vectors[i + 2], 2);
+    return merged(vectors[0], vectors[1], 1);
 }
 
 // Products of a query with `count` keys, `step` apart.
@@ -97,16 +81,10 @@ INLINE void multiply(const float* query, const float* keys, int64_t step, int64_
                      floats* products) {
     floats sums[SCORED];
     for (int i = 0; i < count; i++) sums[i] = splat(0.0f);
-    int64_t column = 0;
-    for (; column + LANES <= dim; column += LANES) {
+    for (int64_t column = 0; column < dim; column += LANES) {
         floats factor = load(query + column);
         for (int i = 0; i < count; i++)
             sums[i] = fused(factor, load(keys + i * step + column), sums[i]);
-    }
-    if (column < dim) {
-        floats factor = load_part(query + column, dim - column);
-        for (int i = 0; i < count; i++)
-            sums[i] = fused(factor, load_part(keys + i * step + column, dim - column), sums[i]);
     }
     for (int i = 0; i < count; i++) products[i] = sums[i];
 }
@@ -151,7 +129,7 @@ static void weigh(Queries* all, int64_t first, const float* keys, const int64_t*
 static void add_values(Queries* all, int64_t at, const float* values, int64_t count, int64_t step) {
     float weights[LANES] __attribute__((aligned(64)));
     store(weights, all->weights[at]);
-    float *sums = all->sums + at * all->padded, kept = all->kept[at];
+    float *sums = all->sums + at * all->dim, kept = all->kept[at];
     int64_t column = 0;
     for (; column + COLUMNS * LANES <= all->dim; column += COLUMNS * LANES) {
         floats totals[COLUMNS];
@@ -165,8 +143,7 @@ static void add_values(Queries* all, int64_t at, const float* values, int64_t co
     for (; column < all->dim; column += LANES) {
         floats total = load(sums + column) * kept;
         for (int64_t key = 0; key < count; key++)
-            total = fused(load_part(values + key * step + column, all->dim - column),
-                          splat(weights[key]), total);
+            total = fused(load(values + key * step + column), splat(weights[key]), total);
         store(sums + column, total);
     }
 }
@@ -189,14 +166,13 @@ static void attend_run(const void* context, int64_t index) {
     const int64_t* seq_lens = a->seq_lens + begin;
     Queries all;
     all.group = group, all.count = rows * group, all.dim = dim;
-    all.padded = (dim + LANES - 1) / LANES * LANES;
     for (int64_t at = 0; at < all.count; at++) {
         int64_t head = kv_head * group + at % group;
         all.queries[at] = a->q + a->rows[begin + at / group] * a->q_stride + head * dim;
         all.most[at] = -INFINITY, all.norm[at] = 0.0f;
     }
     for (int64_t at = 0; at < MAX_QUERIES; at++) all.kept[at] = 0.0f;
-    memset(all.sums, 0, sizeof(float) * all.count * all.padded);
+    memset(all.sums, 0, sizeof(float) * all.count * all.dim);
     int64_t end = seq_lens[rows - 1];
     // With a window, a run is one row.
     int64_t first = a->window && end > a->window ? end - a->window : 0;
@@ -227,7 +203,7 @@ static void attend_run(const void* context, int64_t index) {
     for (int64_t at = 0; at < all.count; at++) {
         int64_t head = kv_head * group + at % group;
         float* out = a->out + (a->rows[begin + at / group] * a->heads + head) * dim;
-        for (int64_t i = 0; i < dim; i++) out[i] = all.sums[at * all.padded + i] / all.norm[at];
+        for (int64_t i = 0; i < dim; i++) out[i] = all.sums[at * all.dim + i] / all.norm[at];
     }
 }
 
