@@ -30,7 +30,8 @@ settings.load_profile("gate")
 
 collect_ignore = ["compat"]  # make compat
 
-# Before anything imports torch: the suite runs alongside its own servers (see runner.build).
+# Before anything imports torch: the suite runs alongside its own servers (see
+# host_process.limit_spinning).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # jsonschema would compile 38 grammars with it at import, in each process, for formats that no test
 # checks. It comes with cyclonedx-bom.
