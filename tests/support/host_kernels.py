@@ -28,6 +28,7 @@ from inflight.execution.drafters import device_passes
 from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
+from inflight.models.linear.grouped_cuda import ValidTokens
 from inflight.models.linear.scaled_cuda import QuantizedInputs
 from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight.models.quantization.matrix import QuantizedMatrix
@@ -221,6 +222,8 @@ def begin_step(
     num_tokens: int = 0,
     num_rows: int = 0,
 ) -> None:
+    if num_chunks == 1 and num_rows > 1:
+        _trim(step, state)
     own_chunks, _, own_tokens, own_rows = step.header.tolist()
     state.seq_lens[own_chunks:num_chunks] = 0
     for table in state.by_table:
@@ -230,6 +233,7 @@ def begin_step(
     state.sample_rows[own_rows:num_rows] = torch.arange(own_rows, max(own_rows, num_rows))
     state.sample_positions[own_rows:num_rows] = 0
     state.tail_starts[own_rows:num_rows] = state.tail_lengths[own_rows:num_rows] = 0
+    state.count_slots[own_rows:num_rows] = -1
     state.step_row_params[own_rows:num_rows] = 0
     state.step_row_params[own_rows:num_rows, _SLOT] = -1
     for chunk in range(own_chunks):
@@ -264,6 +268,17 @@ def begin_step(
             scores = bool(step.given[first_row] >= 0)
             state.tail_starts[first_row + i] = end_token - (end_row - first_row) + 1
             state.tail_lengths[first_row + i] = 0 if scores else i
+
+
+def _trim(step: Step, state: BatchState) -> None:
+    """Take what follows the first missing draft off a step of one chunk."""
+    length, num_rows = int(step.query_start[1]), int(step.row_start[1])
+    of_drafts = range(max(1, length - num_rows + 1), length)
+    drafts = state.drafts[int(step.slots[0])]
+    missing = (i for i in of_drafts if step.tokens[i] < 0 and drafts[i - 1] < 0)
+    spare = length - next(missing, length)
+    for counts in (step.header[2:4], step.query_start[1:2], step.row_start[1:2]):
+        counts -= spare
 
 
 def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) -> None:
@@ -585,6 +600,7 @@ class HostGroupedLinear(HostLinear):
         bias: Tensor | None,
         dequantized: DequantizedWeight | None,
         batch_invariant: bool,
+        valid_tokens: ValidTokens,
     ) -> None:
         super().__init__(grouped_rows.dequantized(weight), bias, batch_invariant)
 

@@ -81,6 +81,7 @@ class DeviceSteps:
             state.seq_lens,
             tuple(TableInputs(one.slot_mapping, one.step_tables) for one in state.by_table),
             state.sample_rows,
+            step.num_tokens,
         )
         self._workspace = sampling.Workspace(max_rows, spec.vocab_size, device)
         self.top_logprobs = TopLogprobs(max_rows, self._workspace, device)

@@ -13,7 +13,7 @@ from inflight.models.experts_cuda import CudaExperts, alternating
 from inflight.models.gpu_support import shared_experts
 from inflight.models.layers.linear import CudaWeight
 from inflight.models.linear.expert_stack import ExpertStack, widened
-from inflight.models.linear.grouped_cuda import CudaGroupedLinear
+from inflight.models.linear.grouped_cuda import CudaGroupedLinear, ValidTokens
 from inflight.models.linear.grouped_records import joined_records
 from inflight.models.linear.scaled_cuda import (
     CudaScaledLinear,
@@ -54,6 +54,9 @@ class CudaPlacement:
         groups: for a dequantised weight of linear layers that keep codes with scales of groups,
             also those of weights that are rounded, and whether experts keep them; None dequantises
             all at once.
+
+    Attributes:
+        valid_tokens: shared by linear layers that keep codes.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class CudaPlacement:
         self._quantization = quantization
         self._memory = memory
         self._groups = groups
+        self.valid_tokens = ValidTokens()
 
     def table(self, stored: Tensor) -> Tensor:
         return stored.to(self._device, self._dtype)
@@ -84,7 +88,9 @@ class CudaPlacement:
         memory = self._memory
         kept = self._records(weights)
         if kept is not None:
-            return CudaGroupedLinear(kept, bias, self._groups, self._batch_invariant)
+            return CudaGroupedLinear(
+                kept, bias, self._groups, self._batch_invariant, self.valid_tokens
+            )
         if isinstance(memory, QuantizedInputs) and can_multiply(num_rows, width):
             parts = self._quantized(weights)
             if isinstance(parts, QuantizedMatrix):
@@ -172,7 +178,7 @@ class CudaPlacement:
         is_kept = self._groups is not None and not self._batch_invariant
         kept = joined_records([stored], self._device) if is_kept else None
         if kept is not None:
-            return CudaGroupedLinear(kept, None, None, False)
+            return CudaGroupedLinear(kept, None, None, False, self.valid_tokens)
         return self.tied(self.embedding(stored))
 
     def _joined(self, stored: Sequence[Tensor]) -> Tensor:

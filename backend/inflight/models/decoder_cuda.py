@@ -306,6 +306,7 @@ class Decoder:
             device,
             balances_keys=settings.kv_dtype == "int8",
         )
+        self._valid_tokens = placement.valid_tokens
         self._buffers = Buffers(spec, settings.max_tokens, settings)
         self._moes = self._mixtures()
         # Buffers of the last layer, which is computed only for the sampled rows.
@@ -391,6 +392,7 @@ class Decoder:
         normed, qkv = buffers.normed[:num_tokens], buffers.qkv[:num_tokens]
         residual, attended = self._residual, buffers.attended
 
+        self._valid_tokens.count = inputs.num_tokens
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         block_size = cache.block_size if size.shares_prefixes else None
         passes: list[LayerPass] = [

@@ -96,12 +96,14 @@ class StepLayout:
 
 
 class Step:
-    """A step's buffer on the device, and its sections by the names of `StepLayout`."""
+    """A step's buffer on the device, and its sections by the names of `StepLayout`; num_tokens is
+    T, of its header."""
 
     def __init__(self, layout: StepLayout, device: torch.device | str) -> None:
         self.buffer = torch.zeros(layout.size, dtype=torch.int32, device=device)
         parts = {name: self.buffer[a:b] for name, (a, b) in layout.offsets.items()}
         self.header = parts["header"]
+        self.num_tokens = self.header[2:3]
         self.slots = parts["slots"]
         self.sample_slots = parts["sample_slots"]
         self.starts = parts["starts"]
@@ -308,8 +310,11 @@ def begin_step(
 ) -> None:
     """Expand a step: ids, positions and slots of its tokens, block tables of its chunks, its rows.
 
+    Missing drafts are replaced by token 0. In a launch for one chunk with num_rows > 1 they become
+    padding instead: the step then has fewer tokens and rows, which costs less and changes nothing.
+
     Args:
-        step: as sent by the host.
+        step: as sent by the host; its header, query_start and row_start are updated.
         state: read: the sequences' state; written: the attributes of the step.
         num_chunks: n, or more with a padded CUDA graph; the others have no sequence.
         block_size: tokens per KV block, a power of two.
@@ -369,6 +374,7 @@ def _begin_step(
         state.sample_positions,
         state.tail_starts,
         state.tail_lengths,
+        state.count_slots,
         pdl=pdl,
     )
 

@@ -218,6 +218,63 @@ def test_graph_padding_belongs_to_no_sequence(
     assert (state.seq_lens[num_chunks:] == POISON).all()
 
 
+@pytest.mark.parametrize("missing", [NO_DRAFT, NOT_DRAFTED])
+@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize("found", range(6))
+def test_missing_drafts_of_a_chunk_alone_are_padding(found: int, more: int, missing: int) -> None:
+    """The step then is that of the drafts that there are."""
+    states, steps = [], []
+    for scheduled in (5, found):
+        state = make_state()
+        state.drafts[6] = torch.tensor([11, 12, 13, 14, 15])
+        if scheduled > found:
+            state.drafts[6, found:] = missing
+        step, _ = send([Part(6, None, 1 + scheduled, True, scheduled)])
+        num_tokens = 6 + more
+        begin_step(step, state, 1, BLOCK_SIZE, num_tokens, num_tokens)
+        states.append(state)
+        steps.append(step)
+    (trimmed, expected), (step, own) = states, steps
+    for name in ("header", "num_tokens"):
+        assert torch.equal(getattr(step, name), getattr(own, name))
+    assert step.query_start[:2].tolist() == step.row_start[:2].tolist() == [0, 1 + found]
+    for name in (
+        *("token_ids", "positions", "slot_mapping", "seq_lens", "step_tables", "sample_rows"),
+        *("step_row_params", "sample_positions", "tail_lengths", "count_slots"),
+    ):
+        assert torch.equal(getattr(trimmed, name), getattr(expected, name)), name
+    assert trimmed.count_slots[1 + found : 6 + more].tolist() == [-1] * (5 - found + more)
+
+
+@pytest.mark.parametrize("right", range(3))
+def test_a_missing_draft_is_not_accepted_as_token_0(right: int) -> None:
+    state = make_state()
+    state.drafts[6] = torch.tensor([11, 12, NO_DRAFT, NO_DRAFT, NO_DRAFT])
+    step, _ = send([Part(6, None, 6, True, 5)])
+    begin_step(step, state, 1, BLOCK_SIZE, 6, 6)
+    state.chosen[:6] = torch.tensor([11, 12, 0, 0, 0, 0])
+    if right < 2:
+        state.chosen[right] = 99
+    state.statuses.zero_()
+    end_step(step, state, 1)
+    torch.cuda.synchronize()
+    assert state.results[2, 3, 0] == right + 1
+    assert state.results[2, 4, 0] == 2
+    assert state.last_tokens[6] == (0 if right == 2 else 99)
+
+
+def test_drafts_that_the_host_knows_are_never_padding() -> None:
+    state = make_state()
+    state.drafts[6] = NO_DRAFT
+    step, _ = send([Part(6, 40, 6)])  # all tokens are given
+    first, _ = LAYOUT.offsets["row_start"]
+    step.buffer[first + 1] = step.header[3] = 6
+    begin_step(step, state, 1, BLOCK_SIZE, 8, 8)
+    assert step.header.tolist() == [1, 2, 6, 6]
+    assert (state.slot_mapping[:6] >= 0).all()
+    assert state.slot_mapping[6:8].tolist() == [-1, -1]
+
+
 @pytest.mark.parametrize("history", [HISTORY, 0])
 def test_sampled_tokens_are_kept_and_reported(history: int) -> None:
     state = make_state(history)

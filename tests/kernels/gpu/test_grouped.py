@@ -157,6 +157,37 @@ def test_few_tokens_of_a_small_weight_have_the_results_that_each_has_alone(
         assert torch.equal(run(x[:m]), alone[:m])
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(960, 576, False), (3072, 576, True), (576, 1536, False)]
+)
+def test_tokens_that_do_not_count_are_left_out(kind, n, k, gated) -> None:
+    """Those that count have the results that they have alone, whatever is in the others."""
+    weight, bias = random_rows(n, k, kind), _random(n)
+    most = 4 if kind.in_planes else 8
+    width = n // 2 if gated else n
+    x, residual = _random(most, k), _random(most, width)
+    for count in range(most + 1):
+        own = max(1, count)
+        x[own:] = torch.nan
+        expected = torch.empty(own, width, dtype=x.dtype, device="cuda")
+        grouped.linear(x[:own], weight, bias, residual[:own], out=expected, gated=gated)
+        out = torch.full((most, width), 7.0, dtype=x.dtype, device="cuda")
+        num_tokens = torch.tensor([count], dtype=torch.int32, device="cuda")
+        grouped.linear(x, weight, bias, residual, out=out, gated=gated, num_tokens=num_tokens)
+        assert torch.equal(out[:own], expected)
+        assert (out[own:] == 7.0).all()
+        x[own:] = _random(most - own, k)
+
+
+def test_all_tokens_are_computed_if_more_count() -> None:
+    x, weight = _random(3, 576), random_rows(960, 576, GroupedKind(INT4, 32, True))
+    expected, out = (torch.full((3, 960), torch.nan, device="cuda").to(x.dtype) for _ in range(2))
+    grouped.linear(x, weight, out=expected)
+    grouped.linear(x, weight, out=out, num_tokens=torch.tensor([200], device="cuda").int())
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize(
     ("linear", "tokens"), [(grouped.linear, 2), (grouped.linear, 7), (grouped_gemm.linear, 60)]
 )

@@ -65,6 +65,8 @@ class ForwardInputs:
         seq_lens: [n] int32, tokens in the KV cache after the pass.
         tables: by block table of the cache.
         sample_rows: [s] int64, the tokens that need logits.
+        num_tokens: [1] int32, those that are no padding, written before `token_ids` at the latest;
+            None if all of a pass are computed.
     """
 
     token_ids: Tensor
@@ -73,6 +75,7 @@ class ForwardInputs:
     seq_lens: Tensor
     tables: tuple[TableInputs, ...]
     sample_rows: Tensor
+    num_tokens: Tensor | None = None
 
 
 class LayerPass(Protocol):

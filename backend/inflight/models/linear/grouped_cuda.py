@@ -5,6 +5,10 @@ Shapes are those of `layers.linear`: T valid tokens, in buffers with more rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 from torch import Tensor
 
 from inflight.models.linear.unquantized_cuda import CudaLinear
@@ -25,6 +29,18 @@ _MAX_STREAMED_TOKENS = 4 * grouped.MAX_TOKENS
 """The same on other GPUs, where the weight is read once for each 8 tokens."""
 
 
+@dataclass(slots=True)
+class ValidTokens:
+    """How many of a pass's first tokens are no padding. The layers of a model share it.
+
+    Attributes:
+        count: [1] int32 on the device, history_ready (see common.cuh), as T is once a step has
+            begun; None if all tokens are computed.
+    """
+
+    count: Tensor | None = None
+
+
 class CudaGroupedLinear:
     """A weight on a GPU that stays in codes.
 
@@ -34,6 +50,7 @@ class CudaGroupedLinear:
         dequantized: for at least n * k values; None if products take the codes for any number of
             tokens.
         batch_invariant: dequantise for any number of tokens, and multiply as `CudaLinear` does.
+        valid_tokens: of the pass that is launched; products of few tokens leave out the others.
     """
 
     def __init__(
@@ -42,8 +59,10 @@ class CudaGroupedLinear:
         bias: Tensor | None,
         dequantized: DequantizedWeight | None,
         batch_invariant: bool,
+        valid_tokens: ValidTokens,
     ) -> None:
         self.weight = weight
+        self._valid_tokens = valid_tokens
         self._bias = bias
         self._wide: CudaLinear | None = None
         self._max_tokens: int | None = None
@@ -97,8 +116,11 @@ class CudaGroupedLinear:
 
     def _multiply(self, x: Input, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
         assert isinstance(x, Tensor), "quantised inputs are for products of 8 bits"
-        some = len(out) > _MAX_FEW_TOKENS and is_hopper()
-        linear = grouped_gemm.linear if some else grouped.linear
+        few = len(out) <= _MAX_FEW_TOKENS
+        some = not few and is_hopper()
+        linear: Callable[..., None] = grouped_gemm.linear if some else grouped.linear
+        if few:
+            linear = partial(linear, num_tokens=self._valid_tokens.count)
         step = _MAX_MULTIPLIED_TOKENS if some else grouped.MAX_TOKENS
         for first in range(0, len(out), step):
             rows = slice(first, min(first + step, len(out)))

@@ -17,6 +17,8 @@ constexpr int SHARED_TOKENS =
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= 8, in planes half as many, k a multiple of
 // 8; rows of x are `stride` values apart. See grouped_gemm for the epilogue, `gated` and `values`.
+// Only the first *num_tokens of the m tokens are computed, at least one; all if it is null. It is
+// history_ready.
 // A tile is 16 rows of the weight, or as many of gate and then of up; block b computes tiles b,
 // b + blocks and so on. A warp loads DEPTH records ahead. Dynamic shared memory: m rows of 2 * k +
 // 32 bytes, k rounded up to PLANE_COLUMNS; in planes for each GROUP columns 64 bytes; and for each
@@ -26,7 +28,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     grouped_stream(const __nv_bfloat16* x, int stride, const unsigned char* records,
                    const grouped::Table* values, const __nv_bfloat16* bias,
                    const __nv_bfloat16* residual, void* out, int m, int n, int k, bool gated,
-                   bool wide) {
+                   bool wide, const int* num_tokens) {
 #if __CUDA_ARCH__ >= 800
     using namespace grouped;
     constexpr int PITCH = ROWS + 4;
@@ -68,6 +70,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     find();
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) load(ahead[d][0]);
+    const int count = num_tokens ? min(m, max(1, load_l2(num_tokens))) : m;
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;
 
@@ -77,18 +80,18 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     float* const partial = reinterpret_cast<float*>(of_x.memory + m * of_x.row_bytes());
     const int warp_sums = m * PARTS * PITCH;
     const Epilogue epilogue = {bias, residual, out, width, gated, wide};
-    const int outputs = tiles * m * ROWS;
+    const int outputs = tiles * count * ROWS;
     // Of an output of this thread: its tile, and its row and column of out.
     int tile, row, out_column;
     const auto locate = [&](int output) {
-        tile = output / ROWS / m;
-        row = output / ROWS - tile * m;
+        tile = output / ROWS / count;
+        row = output / ROWS - tile * count;
         out_column = (block + tile * blocks) * ROWS + output % ROWS;
     };
     pdl_wait();
-    of_x.template load<WARPS * 32>(x, stride, m, k, 0, chunks * COLUMNS);
+    of_x.template load<WARPS * 32>(x, stride, count, k, 0, chunks * COLUMNS);
     // Of the first output, loaded while the product is computed.
-    const int sharers = m <= SHARED_TOKENS ? SHARERS : 1;
+    const int sharers = count <= SHARED_TOKENS ? SHARERS : 1;
     const int first = threadIdx.x / sharers;
     Epilogue::Added added = {};
     if (first < outputs) {
@@ -107,7 +110,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         mine += WARPS * warp_sums;
     }
     unsigned rows[1];
-    of_x.rows(m, chunk, rows);
+    of_x.rows(count, chunk, rows);
     Sums<FEW_TOKENS> sums[1] = {};
 #pragma unroll 1
     for (int i = warp; i < end; i += DEPTH * WARPS) {
@@ -122,14 +125,15 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             // This was the warp's last record of a tile, or of its half.
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                if (token + e % 2 < m) mine[e % 2 * (PARTS * PITCH) + e / 2 * 8] = sums[0][0][e];
+                if (token + e % 2 < count)
+                    mine[e % 2 * (PARTS * PITCH) + e / 2 * 8] = sums[0][0][e];
                 sums[0][0][e] = 0.0f;
             }
             while (chunk >= chunks) {
                 chunk -= chunks;
                 mine += WARPS * warp_sums;
             }
-            of_x.rows(m, chunk, rows);
+            of_x.rows(count, chunk, rows);
         }
     }
     __syncthreads();

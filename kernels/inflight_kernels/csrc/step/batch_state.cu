@@ -37,18 +37,40 @@ extern "C" __global__ void write_row_params(const int* slots, const int* news, i
         row_params[slots[i / ROW_PARAMS_WORDS] * ROW_PARAMS_WORDS + i % ROW_PARAMS_WORDS] = news[i];
 }
 
+// Takes what follows a chunk's first missing draft off a step of this chunk alone. The host has
+// scheduled the drafts before the device looked for them.
+__device__ void trim(int* header, const int* slots, int* query_start, int* row_start,
+                     const int* tokens, const int* drafts, int num_drafts) {
+    const int length = query_start[1], own_rows = row_start[1];
+    __shared__ int first_missing;
+    if (threadIdx.x == 0) first_missing = length;
+    __syncthreads();
+    for (int i = length - own_rows + 1 + threadIdx.x; i < length; i += blockDim.x)
+        if (i > 0 && tokens[i] < 0 && drafts[slots[0] * num_drafts + i - 1] < 0)
+            atomicMin(&first_missing, i);
+    __syncthreads();
+    const int spare = length - first_missing;
+    if (threadIdx.x == 0 && spare > 0) {
+        header[NUM_TOKENS] = query_start[1] = length - spare;
+        header[NUM_ROWS] = row_start[1] = own_rows - spare;
+    }
+    __syncthreads();
+}
+
 // One block per chunk of the step, and per padding chunk of a CUDA graph. Tokens and rows up to
 // `num_tokens` and `num_rows` that are not the step's are padding: nothing of them is stored.
 extern "C" __global__ void begin_step(
-    const int* header, const int* slots, const int* starts, const int* query_start,
-    const int* row_start, const int* given, const int* tokens, const int* tables,
-    int table_width, int block_shift, const long long* last_tokens, const int* last_positions,
-    const int* drafts, int num_drafts, const int* row_params, int num_tokens, int num_rows,
-    long long* token_ids, long long* positions, long long* slot_mapping, int* seq_lens, int* step_tables,
-    long long* sample_rows, int* step_row_params, long long* sample_positions, int* tail_starts,
-    int* tail_lengths) {
+    int* header, const int* slots, const int* starts, int* query_start, int* row_start,
+    const int* given, const int* tokens, const int* tables, int table_width, int block_shift,
+    const long long* last_tokens, const int* last_positions, const int* drafts, int num_drafts,
+    const int* row_params, int num_tokens, int num_rows, long long* token_ids, long long* positions,
+    long long* slot_mapping, int* seq_lens, int* step_tables, long long* sample_rows,
+    int* step_row_params, long long* sample_positions, int* tail_starts, int* tail_lengths,
+    int* count_slots) {
     pdl_wait();
     pdl_launch_dependents();
+    if (gridDim.x == 1 && num_rows > 1)
+        trim(header, slots, query_start, row_start, tokens, drafts, num_drafts);
     const int chunk = blockIdx.x;
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
     for (int token = header[NUM_TOKENS] + thread; token < num_tokens; token += num_threads) {
@@ -61,6 +83,7 @@ extern "C" __global__ void begin_step(
         sample_positions[row] = 0;
         tail_starts[row] = 0;
         tail_lengths[row] = 0;
+        count_slots[row] = -1;
         // All zeros mean greedy, except the slot, which is none.
         for (int word = 0; word < ROW_PARAMS_WORDS; word++)
             step_row_params[row * ROW_PARAMS_WORDS + word] = word == ROW_PARAMS_SLOT ? -1 : 0;
@@ -78,7 +101,7 @@ extern "C" __global__ void begin_step(
     const int offset_mask = (1 << block_shift) - 1;
     for (int i = threadIdx.x; i < length; i += blockDim.x) {
         int token = tokens[first_token + i];
-        // A missing draft is replaced by token 0, verified like any other.
+        // A missing draft that is not trimmed is replaced by token 0, verified like any other.
         if (token < 0)
             token = i == 0 ? static_cast<int>(last_tokens[slot])
                            : max(drafts[slot * num_drafts + i - 1], 0);

@@ -162,6 +162,7 @@ def linear(
     *,
     out: Tensor,
     gated: bool = False,
+    num_tokens: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
@@ -174,6 +175,9 @@ def linear(
         out: of the residual's shape, bfloat16, or float32 when not gated.
         gated: the weight is gate | up, n / 2 a multiple of RECORD_ROWS, and out is silu(gate) * up
             (arXiv:2002.05202).
+        num_tokens: [1] int32, history_ready (see common.cuh): the rows of x that count, at least
+            one. The kernel that streams the weight leaves out the others, whose rows of `out` keep
+            their values. None if all count.
         pdl: see `Kernel`. The first stages of the weight are read during the preceding kernel,
             which must not write them.
 
@@ -183,6 +187,8 @@ def linear(
     m, n, k = check_grouped_operands(
         x, weight, bias, residual, out, gated=gated, max_tokens=MAX_TOKENS
     )
+    if num_tokens is not None:
+        check("num_tokens", num_tokens, (1,), torch.int32, vectors=False)
     if not m or not n:
         return
     found = _launch_of(m, n, k, weight.kind, gated)
@@ -202,6 +208,7 @@ def linear(
         *(() if found.streams else (found.phase,)),
         gated,
         out.dtype == torch.float32,
+        *((0 if num_tokens is None or m == 1 else num_tokens,) if found.streams else ()),
         shared=found.shared_bytes,
         pdl=pdl,
     )

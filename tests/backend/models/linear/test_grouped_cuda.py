@@ -13,7 +13,7 @@ from torch import Tensor
 import recorded_launches
 from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.layers.linear import CudaWeight
-from inflight.models.linear.grouped_cuda import CudaGroupedLinear
+from inflight.models.linear.grouped_cuda import CudaGroupedLinear, ValidTokens
 from inflight.models.linear.unquantized_cuda import CudaLinear
 from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight.models.quantization.grouped import GroupedMatrix
@@ -55,7 +55,7 @@ def layer(
     table = empty(32, dtype=torch.uint8) if kind.codes == grouped_rows.TABLE else None
     weight = grouped_rows.empty(1, n, K, kind, META, table)
     memory = DequantizedWeight(n * K, torch.bfloat16, META) if has_memory else None
-    return CudaGroupedLinear(weight, empty(n), memory, batch_invariant)
+    return CudaGroupedLinear(weight, empty(n), memory, batch_invariant, ValidTokens())
 
 
 def run(one: CudaGroupedLinear, way: str, num_tokens: int) -> None:
