@@ -67,21 +67,22 @@ def measure_costs(
         limits: of the steps.
     """
 
-    def seconds(size: StepSize) -> float:
+    def seconds(size: StepSize, has_drafts: bool) -> float:
         # As few sequences as may have so many tokens.
         count = min(-(-size.num_tokens // size.max_q_len), limits.max_num_seqs)
         length = min(size.num_tokens // count, size.max_q_len, limits.max_len)
-        batch.send_dummies(count, length, min(_CONTEXT, limits.max_len - length))
+        start = min(_CONTEXT, limits.max_len - length)
+        batch.send_dummies(count, length, start, has_drafts=has_drafts)
         return device_seconds(lambda: run(size))
 
-    def times(sizes: Sequence[StepSize]) -> StepTimes:
+    def times(sizes: Sequence[StepSize], has_drafts: bool = True) -> StepTimes:
         """Of captured sizes: a step takes as long as the next larger one of them."""
         tokens: list[int] = []
         found: list[float] = []
         for size in sizes:
             first = tokens[-1] + 1 if tokens else 1
             tokens += [first, size.num_tokens] if first < size.num_tokens else [first]
-            found += [seconds(size)] * (len(tokens) - len(found))
+            found += [seconds(size, has_drafts)] * (len(tokens) - len(found))
         return StepTimes(tuple(tokens), tuple(found))
 
     sizes = verification_sizes(limits.max_rows, limits.max_drafts)
@@ -91,6 +92,7 @@ def measure_costs(
     without = times(plain)
     several = times(of_several) if of_several else without  # no room for drafts
     one = times(of_one) if of_one else None
+    trimmed = times(of_one, has_drafts=False) if of_one else None
     batch.clear()
 
     def draft(count: int) -> Callable[[], None]:
@@ -100,4 +102,4 @@ def measure_costs(
     drafting = device_seconds(draft(most))
     if most > 1:  # a search takes as long for one as for several
         drafting = max(0.0, drafting - device_seconds(draft(1))) / (most - 1)
-    return StepCosts(several, drafting, one, without)
+    return StepCosts(several, drafting, one, without, trimmed)

@@ -59,12 +59,15 @@ class StepCosts:
         verifying_one: of steps with drafts of one sequence alone; None if they take no less.
         plain: of steps without drafts; None if they take as long as others of their size. With
             more sequences than timed they do.
+        trimmed_one: of `verifying_one`, where the sequence turns out to have no drafts; None if
+            they take as long.
     """
 
     verifying: StepTimes
     draft_seconds: float = 0.0
     verifying_one: StepTimes | None = None
     plain: StepTimes | None = None
+    trimmed_one: StepTimes | None = None
 
     def seconds(self, num_running: int, num_drafts: int) -> npt.NDArray[np.float64]:
         """Times of the steps of so many sequences with 0 to num_drafts drafts in total."""
@@ -74,6 +77,13 @@ class StepCosts:
         found = times.of(num_running + np.arange(1 + num_drafts))
         if self.plain is not None and num_running <= self.plain.tokens[-1]:
             found[:1] = self.plain.of(np.array([num_running]))
+        return found
+
+    def seconds_trimmed(self, num_drafts: int) -> npt.NDArray[np.float64]:
+        """Times of the steps of one sequence with 0 to num_drafts drafts scheduled, and none."""
+        found = self.seconds(1, num_drafts)
+        if self.trimmed_one is not None:
+            found[1:] = self.trimmed_one.of(1 + np.arange(1, 1 + num_drafts))
         return found
 
 
@@ -98,6 +108,7 @@ class DraftBudget:
         # Of steps of so many running sequences, with drafts of each: those of the last plan.
         self._seconds_for, self._seconds = 0, np.zeros(0)
         self._seconds_of_one: list[float] = costs.seconds(1, max_drafts).tolist()
+        self._trimmed_of_one: list[float] = costs.seconds_trimmed(max_drafts).tolist()
         self._shared_rates = SharedRates()
         self._planned_for = -1
         self._steps_since = 0
@@ -129,9 +140,9 @@ class DraftBudget:
             forecast = acceptance.had_forecast()
             num_proposed = output.num_proposed.get(index)
             if num_proposed is not None:
-                acceptance.report(num_proposed, chunk.num_drafts)
-                # Rows without a draft are rejected, and cost as much. Of a sequence without any,
-                # the report says what would have become of the first.
+                acceptance.report(forecast, num_proposed, chunk.num_drafts)
+                # Rows without a draft are rejected. Of a sequence without any, the report says what
+                # would have become of the first.
                 drafted = max(1, chunk.num_drafts)
             if chunk.num_drafts or num_proposed is None:
                 right = len(output.token_ids[index]) - 1 if drafted else 0
@@ -182,7 +193,7 @@ class DraftBudget:
             return []
         if num_running == 1:
             return [self._best_count(all_rates[0], limits[0] if limits else NO_LIMIT)]
-        pairs = np.array(all_rates)
+        pairs = np.array(all_rates)[:, :2]
         worth = pairs[:, :1] * pairs[:, 1:] ** np.arange(self._max_drafts)
         most = np.array(limits or [NO_LIMIT] * len(worth))
         worth[np.arange(self._max_drafts) >= most[:, np.newaxis]] = 0.0
@@ -201,13 +212,15 @@ class DraftBudget:
 
     def _best_count(self, rates: Rates, limit: int) -> int:
         """The same for a sequence alone, in a twentieth of the time."""
-        seconds, draft_seconds = self._seconds_of_one, self._costs.draft_seconds
+        seconds, trimmed = self._seconds_of_one, self._trimmed_of_one
+        draft_seconds, any_draft = self._costs.draft_seconds, rates.any_draft
         best, best_rate = 0, _MIN_GAIN / seconds[0]
         tokens, worth = 1.0, rates.first
         for count in range(1, min(self._max_drafts, limit) + 1):
             tokens += worth
             worth *= rates.later
-            rate = tokens / (seconds[count] + count * draft_seconds)
+            saved = (1.0 - any_draft) * (seconds[count] - trimmed[count])
+            rate = tokens / (seconds[count] - saved + count * draft_seconds)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best

@@ -22,6 +22,7 @@ class Device:
     Attributes:
         of_a_search: drafting takes as long for one draft as for several.
         sent: sequences, tokens of each and their first position, of each step.
+        has_drafts: whether the last of them has drafts.
         sizes: of the steps.
         cleared: whether no dummies are left.
         seconds: of the last call.
@@ -30,11 +31,13 @@ class Device:
     of_a_search: bool = False
     sent: list[tuple[int, int, int]] = field(default_factory=list)
     sizes: list[StepSize] = field(default_factory=list)
+    has_drafts: bool = True
     cleared: bool = False
     seconds: float = 0.0
 
-    def send_dummies(self, count: int, num_tokens: int, start: int) -> None:
+    def send_dummies(self, count: int, num_tokens: int, start: int, *, has_drafts: bool) -> None:
         self.sent.append((count, num_tokens, start))
+        self.has_drafts = has_drafts
         self.cleared = False
 
     def clear(self) -> None:
@@ -44,7 +47,7 @@ class Device:
         self.sizes.append(size)
         self.seconds = 100.0 + size.num_tokens - 50.0 * (size.max_q_len == 1)
         if size.num_chunks == 1:
-            self.seconds -= 20.0
+            self.seconds -= 20.0 if self.has_drafts else 40.0
 
     def draft(self, batch: object, num_chunks: int, num_drafts: int) -> None:
         assert self.cleared, "it drafts for no sequence"
@@ -68,6 +71,7 @@ def test_a_step_takes_as_long_as_the_next_larger_one_that_is_captured(
     costs = measured(monkeypatch, Device())
     assert costs.verifying_one is not None and costs.plain is not None
     assert costs.seconds(1, 5).tolist() == [31.0, 82.0, 84.0, 84.0, 86.0, 86.0]
+    assert costs.seconds_trimmed(5).tolist() == [31.0, 62.0, 64.0, 64.0, 66.0, 66.0]
     assert costs.seconds(3, 6).tolist() == [54.0, 104.0, *[108.0] * 4, 116.0]
     assert costs.seconds(17, 1).tolist() == [124.0, 124.0], "more than are timed without drafts"
 

@@ -142,6 +142,32 @@ def test_a_report_of_fewer_drafts_limits_those_of_later_steps(num_proposed: int,
     assert planned[2:] == [[most]] * 4
 
 
+def test_steps_of_one_sequence_may_cost_less_without_the_drafts_scheduled() -> None:
+    """As many are scheduled as pay off where there are any."""
+    one, trimmed = StepTimes((1, 2, 9), (1.0, 1.6, 1.6)), StepTimes((1, 9), (1.0, 1.02))
+    costs = StepCosts(one, 0.0, one, trimmed_one=trimmed)
+    assert DraftBudget(costs, 8, AUTO_DRAFTS).best_counts([Rates(0.1, 0.7, 0.1)], 1) == [8]
+    assert DraftBudget(costs, 8, AUTO_DRAFTS).best_counts([Rates(0.1, 0.7, 1.0)], 1) == [0]
+    costs = StepCosts(one, 0.0, one)
+    assert DraftBudget(costs, 8, AUTO_DRAFTS).best_counts([Rates(0.1, 0.7, 0.1)], 1) == [0]
+
+
+def test_how_often_there_are_drafts_is_learned_from_reports() -> None:
+    """In one step of four there are eight drafts, all right."""
+    one, trimmed = StepTimes((1, 2, 9), (1.0, 1.6, 1.6)), StepTimes((1, 9), (1.0, 1.02))
+    had = [8 if step % 4 == 0 else 0 for step in range(200)]
+    counts = {}
+    for label, costs in (
+        ("dear", StepCosts(StepTimes((1, 2, 9), (1.0, 6.0, 6.0)))),
+        ("trimmed", StepCosts(one, 0.0, one, trimmed_one=trimmed)),
+    ):
+        sequence_ = sequence(1)
+        planned = play_ahead(budget_of(costs, sequence_), [sequence_], {1: had}, 200)
+        counts[label] = sum(drafts == [8] for drafts in planned[100:])
+    assert counts["dear"] < 20
+    assert counts["trimmed"] > 80
+
+
 def test_a_first_draft_that_is_seldom_right_may_lead_to_many() -> None:
     """A text that begins to repeat itself goes on: its first drafts pay for those in vain."""
     costs = rising(3.0)

@@ -246,13 +246,16 @@ class DeviceBatch:
         for table in self.state.by_table:
             table.slot_mapping.fill_(-1)
 
-    def send_dummies(self, count: int, num_tokens: int, start: int) -> None:
+    def send_dummies(
+        self, count: int, num_tokens: int, start: int, *, has_drafts: bool = True
+    ) -> None:
         """Submit a step for timing, in which nothing is sampled and all blocks are block 0.
 
         Args:
             count: sequences.
             num_tokens: of each, as many rows.
             start: position of the first of them.
+            has_drafts: whether those after the first are drafts that there are, else missing ones.
         """
         total = count * num_tokens
         ends = [*range(0, total, num_tokens), total]
@@ -264,7 +267,7 @@ class DeviceBatch:
             "query_start": ends + [total] * (self._layout.max_rows - count),  # no other chunks
             "row_start": ends,
             "given": [-1] * total,
-            "tokens": [0] * total,
+            "tokens": [0, *[0 if has_drafts else FROM_DEVICE] * (num_tokens - 1)] * count,
         }
         host = torch.zeros(self._layout.size, dtype=torch.int32)
         for name, values in arrays.items():
