@@ -36,6 +36,9 @@ from inflight.text.tokenizer import Tokenizer
 
 # An incomplete UTF-8 character has at most three bytes.
 _MAX_PENDING = 3
+MAX_TOKEN_ID = (1 << 24) - 1
+"""Of a token. A vocabulary has memory for all ids up to its largest."""
+
 KEPT = -(1 << 31)
 """Added to the id of a special token whose text is kept, which is then negative, and INT32."""
 
@@ -59,16 +62,22 @@ class Detokenizer:
         special_ids: text of each special token -> its id.
 
     Raises:
-        ConfigError: the decoder is not supported.
+        ConfigError: the decoder is not supported, or a token's id exceeds MAX_TOKEN_ID.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         spell, self._strips_space = _family(tokenizer.decoder)
-        special = tokenizer.special_ids
-        self._bytes = {
-            id_: b"" if id_ in special else spell(token)
-            for token, id_ in tokenizer.vocabulary().items()
-        }
+        special, vocabulary = tokenizer.special_ids, tokenizer.vocabulary()
+        last = max(vocabulary.values(), default=-1)
+        if last > MAX_TOKEN_ID:
+            raise ConfigError(
+                f"the tokenizer has a token with id {last}; allowed: up to {MAX_TOKEN_ID}"
+            )
+        # By id: a dict would take 70 bytes more for each token, in each process.
+        self._pieces = [b""] * (1 + last)
+        for token, id_ in vocabulary.items():
+            if id_ not in special:
+                self._pieces[id_] = spell(token)
         self.special_ids = {token: id_ for id_, token in special.items()}
         self._special = special
 
@@ -133,10 +142,11 @@ class Detokenizer:
         window: list[int] = []
         num_bytes = 0
         for position in range(start - 1, -1, -1):
-            piece = self._bytes.get(ids[position])
+            id_ = ids[position]
+            piece = self._pieces[id_] if 0 <= id_ < len(self._pieces) else b""
             if not piece:
                 continue
-            window.append(ids[position])
+            window.append(id_)
             num_bytes += len(piece)
             if num_bytes >= _MAX_PENDING or not _only_continues(piece):
                 break
@@ -151,8 +161,8 @@ class Detokenizer:
 
     def join(self, ids: Iterable[int]) -> bytes:
         """The concatenated bytes of ids."""
-        get = self._bytes.get
-        return b"".join([get(id_, b"") for id_ in ids])
+        pieces, end = self._pieces, len(self._pieces)
+        return b"".join([pieces[id_] for id_ in ids if 0 <= id_ < end])
 
 
 def _trimmed(parts: list[tuple[bool, str]], trim: int) -> str:

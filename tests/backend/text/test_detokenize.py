@@ -305,3 +305,26 @@ def test_a_single_token_has_a_display_name(smollm: Tokenizer, sentencepiece: Tok
         for id_ in tokenizer.encode("Grüße 😀", add_special_tokens=False):
             assert detokenizer.name(id_) == detokenizer.join([id_]).decode("utf-8", "replace")
         assert detokenizer.name(10**6) == ""
+
+
+class Sparse:
+    """A tokenizer whose second token has this id."""
+
+    def __init__(self, id_: int) -> None:
+        self.decoder = {"type": "ByteLevel"}
+        self.special_ids: dict[str, int] = {}
+        self._id = id_
+
+    def vocabulary(self) -> dict[str, int]:
+        return {"a": 0, "b": self._id}
+
+
+def test_ids_without_a_token_have_no_text() -> None:
+    detokenizer = Detokenizer(Sparse(7))  # type: ignore[arg-type]
+    assert detokenizer.decode([0, 3, 7, 8, -1, -8, 1 << 40, 0]) == "aba"
+    assert detokenizer.window_for([7, 3, 99, -1], 4) == [7]
+
+
+def test_an_id_that_no_vocabulary_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"token with id 4294967295; allowed: up to 16777215"):
+        Detokenizer(Sparse((1 << 32) - 1))  # type: ignore[arg-type]
