@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,26 +19,14 @@ import torch
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
-from inflight.core.batch import (
-    NO_ALLOWED_TOKENS,
-    NOT_FINITE,
-    Batch,
-    CompletedStep,
-    Load,
-    StepOutput,
-)
-from inflight.core.request import Candidate
+from inflight.core.batch import Batch, CompletedStep, Load, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
-from inflight.execution.batch.device_batch import (
-    DeviceBatch,
-    SampledTokens,
-    SubmittedStep,
-)
+from inflight.execution.batch.device_batch import SubmittedStep
 from inflight.execution.batch.grammar_masks import GrammarMasks
 from inflight.execution.batch.step_upload import SamplerStages
-from inflight.execution.batch.top_logprobs import TopLogprobs
+from inflight.execution.cuda_step import HostDrafts, PendingCudaStep
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.drafters.drafter import DeviceDrafter, Drafter
 from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
@@ -57,16 +45,12 @@ from inflight.kv.tiers.host_transfers import HostTransfers
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
 from inflight.scheduling.draft_budget import StepCosts
-from inflight_kernels.ops import sampling
-from inflight_kernels.ops.batch_state import NOT_DRAFTED
 from inflight_kernels.runtime.compile import CompileError
 from inflight_kernels.runtime.launch import precompile_kernels
 
 logger = logging.getLogger(__name__)
 
 _DTYPE = torch.bfloat16
-# The sampler's statuses as errors of a request.
-_FAULTS = {sampling.NOT_FINITE: NOT_FINITE, sampling.NO_ALLOWED_TOKENS: NO_ALLOWED_TOKENS}
 
 # Tokens per chunk: attention has kernels for few, some and many rows per chunk.
 _WARM_UP_LENGTHS = (1, 2, 8, 64)
@@ -228,7 +212,7 @@ class CudaRunner:
                     steps.update_drafter(size)
                 if drafts_follow:
                     self.drafter.draft(steps.batch, size.num_chunks, sent.num_drafts)
-        return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, drafts, ended)
+        return PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, drafts, ended)
 
     def _drafts_follow(self, batch: Batch, sent: SubmittedStep) -> bool:
         """Whether the drafter works for the next step: for drafts, or for a report."""
@@ -254,13 +238,13 @@ class CudaRunner:
         if self._host_drafter is not None:
             self._host_drafter.forget(sequence)
 
-    def _host_drafts(self, batch: Batch) -> _HostDrafts:
+    def _host_drafts(self, batch: Batch) -> HostDrafts:
         """Drafts of the sequences that need committed tokens; the device drafts for the others.
 
         The host computes adjustments and masks after each of these drafts, so it must know them.
         Where fewer are found than scheduled, token 0 fills the rest.
         """
-        drafts = _HostDrafts([[] for _ in batch.chunks])
+        drafts = HostDrafts([[] for _ in batch.chunks])
         if self._host_drafter is not None:
             places = [
                 index
@@ -459,85 +443,3 @@ class _Graph:
 def _submitted(size: StepSize, stages: SamplerStages) -> SubmittedStep:
     """A step without sequences, for launches of the sampler."""
     return SubmittedStep(size, [0] * (size.num_chunks + 1), 0, stages, 0, None, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _HostDrafts:
-    """Drafts that the host has found for a step.
-
-    Attributes:
-        token_ids: of each chunk, as `DeviceBatch.send` takes them.
-        num_found: chunk index -> how many of them were found.
-        from_outputs: see `StepOutput`.
-    """
-
-    token_ids: list[list[int]]
-    num_found: dict[int, int] = field(default_factory=dict)
-    from_outputs: set[int] = field(default_factory=set)
-
-
-class _PendingCudaStep:
-    """A step in flight on the stream (see `runner.PendingStep`)."""
-
-    def __init__(
-        self,
-        device: DeviceBatch,
-        top_logprobs: TopLogprobs,
-        masks: GrammarMasks,
-        batch: Batch,
-        sent: SubmittedStep,
-        drafts: _HostDrafts,
-        ended: torch.cuda.Event,
-    ) -> None:
-        self._device = device
-        self._top_logprobs = top_logprobs
-        self._masks = masks
-        self._batch = batch
-        self._sent = sent
-        self._drafts = drafts
-        self._ended = ended
-
-    def result(self) -> StepOutput:
-        self._ended.synchronize()
-        output = StepOutput([], [])
-        self._masks.report(output)
-        results = self._device.results(self._batch, self._sent)
-        for index, (chunk, chosen) in enumerate(zip(self._batch.chunks, results, strict=True)):
-            if chunk.num_drafts or chosen.num_proposed != NOT_DRAFTED:
-                self._count_drafts(index, chosen, output)
-            fine = chunk.samples and chosen.status == sampling.OK
-            output.token_ids.append(chosen.token_ids if fine else [])
-            output.logprobs.append(chosen.logprobs if fine else [])
-            if chunk.samples and not fine:
-                output.errors.setdefault(index, _FAULTS[chosen.status])
-            params, first = chunk.sequence.request.params, self._sent.row_start[index]
-            if chunk.num_scores:
-                found = self._candidates_of(
-                    first, chunk.scored_ids, params.num_prompt_logprobs or 0
-                )
-                if all(own[0].rank for own in found):
-                    output.prompt_candidates[index] = found
-                else:
-                    output.errors.setdefault(index, NOT_FINITE)
-            count = chunk.sequence.num_candidates
-            if fine and count is not None:
-                first += chunk.num_scores
-                output.candidates[index] = self._candidates_of(first, chosen.token_ids, count)
-        return output
-
-    def _count_drafts(self, index: int, chosen: SampledTokens, output: StepOutput) -> None:
-        num_drafts = self._batch.chunks[index].num_drafts
-        num_proposed = self._drafts.num_found.get(index, chosen.num_proposed)
-        if num_proposed != NOT_DRAFTED:
-            output.num_proposed[index] = num_proposed
-            if chosen.would_accept:
-                output.would_accept.add(index)
-        # Token 0, which stands for a missing draft, may be accepted like one.
-        verified = max(min(num_drafts, num_proposed), len(chosen.token_ids) - 1)
-        if verified > 0:
-            output.num_drafted[index] = verified
-            if index in self._drafts.from_outputs:
-                output.from_outputs.add(index)
-
-    def _candidates_of(self, first: int, token_ids: list[int], count: int) -> list[list[Candidate]]:
-        return self._top_logprobs.of_rows(self._sent.ring_index, first, token_ids, count)
