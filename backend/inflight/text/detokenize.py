@@ -36,6 +36,7 @@ from inflight.text.tokenizer import Tokenizer
 
 # An incomplete UTF-8 character has at most three bytes.
 _MAX_PENDING = 3
+
 MAX_TOKEN_ID = (1 << 24) - 1
 """Of a token. A vocabulary has memory for all ids up to its largest."""
 

@@ -315,7 +315,8 @@ def begin_step(
 
     Args:
         step: as sent by the host; its header, query_start and row_start are updated.
-        state: read: the sequences' state; written: the attributes of the step.
+        state: read: the sequences' state; written: the attributes of the step, and count_slots of
+            padding rows.
         num_chunks: n, or more with a padded CUDA graph; the others have no sequence.
         block_size: tokens per KV block, a power of two.
         num_tokens, num_rows: tokens and rows up to these numbers that are not the step's become
