@@ -198,7 +198,9 @@ def test_timing_comes_with_the_end_of_a_stream_on_request(cpu):
     assert {answer["draft_stats"] for answer in answers[:-1]} <= {""}
     timing = json.loads(answers[-1]["draft_stats"])["timing"]
     assert 0 < timing["ttft_s"] < 60
-    assert timing["num_decode_steps"] == 7, timing
+    # A busy machine may suspend the stream; its tokens are then computed again, in a prefill step.
+    assert timing["num_prefill_steps"] + timing["num_decode_steps"] == 8, timing
+    assert timing["num_decode_steps"] == 7 or timing["suspended_s"] > 0.0, timing
     spans = ("queue_s", "prefill_s", "decode_s", "preempted_s", "suspended_s")
     expected = timing["ttft_s"] + 7 * timing["mean_itl_s"]
     assert sum(timing[name] for name in spans) == pytest.approx(expected, abs=1e-4)
