@@ -281,6 +281,7 @@ class Engine:
                 events.append(self._fail(sequence, reason))
         for request_id in self.delivery.overdue(now):
             self.scheduler.suspend(self._groups[request_id])
+            self._timings.suspended(request_id, now)
         for request_id in self.delivery.abandoned(now):
             events += self.cancel(request_id)
         return events

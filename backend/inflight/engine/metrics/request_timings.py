@@ -122,8 +122,13 @@ class RequestTimings:
             if group.num_preemptions > timed.num_preemptions:
                 timed.num_preemptions = group.num_preemptions
                 timed.interruption = _PREEMPTED
-            elif group.status is Status.SUSPENDED:
-                timed.interruption = _SUSPENDED
+
+    def suspended(self, request_id: int, now: float) -> None:
+        """A request was suspended. It may be resumed before another step is planned."""
+        timed = self._timed.get(request_id)
+        if timed is not None:
+            timed.account(now)
+            timed.interruption = _SUSPENDED
 
     def processed(self, batch: Batch, now: float, seconds: float) -> None:
         """A step has been committed, after so many seconds of its own."""

@@ -32,6 +32,7 @@ class Play:
 
     Attributes:
         last: the last event of each request.
+        position_of: position after the last token of each request.
     """
 
     def __init__(self, runner, watts=lambda: None, prefill_s=STEP_S, **settings):
@@ -40,13 +41,15 @@ class Play:
         self.runner = runner
         self.engine = Engine(config, runner, 64, [2], clock=self.clock, watts=watts)
         self.last: dict[int, TokenEvent] = {}
+        self.position_of: dict[int, int] = {}
         self._launch = runner.launch
         self._prefill_s = prefill_s
         runner.launch = self._timed_launch
 
-    def submit(self, number, prompt, max_tokens, return_timing=True):
+    def submit(self, number, prompt, max_tokens, return_timing=True, acknowledged=False):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self.engine.submit(Request(number, prompt, params, return_timing=return_timing))
+        request = Request(number, prompt, params, return_timing=return_timing)
+        self.engine.submit(msgspec.structs.replace(request, acknowledged=acknowledged))
 
     def steps(self, count=1000):
         while count and self.engine.has_work:
@@ -55,6 +58,7 @@ class Play:
 
     def take(self, events):
         for event in events:
+            self.position_of[event.request_id] = event.position
             if event.is_last:
                 self.last[event.request_id] = event
 
@@ -154,19 +158,40 @@ def test_interference_is_what_prompts_of_others_added():
     assert found.decode_s == pytest.approx(17 * STEP_S + 2 * 1.0)
 
 
-def test_suspension_is_reported():
+def suspended_play() -> Play:
+    """A request of ten tokens, suspended after three: its consumer has acknowledged two."""
     play = Play(CountingRunner())
-    play.submit(1, [5] * 4, 10)
-    play.steps(3)
-    group = next(iter(play.engine.scheduler.running))
-    play.engine.scheduler.suspend(group)
+    play.submit(1, [5] * 4, 10, acknowledged=True)
+    play.steps(2)
+    play.engine.delivered([(1, play.position_of[1])])
+    play.steps(1)
+    play.clock.now += 60.0
+    play.take(play.engine.sweep())
+    assert play.engine.stats().num_suspended == 1
+    return play
+
+
+def test_suspension_is_reported():
+    play = suspended_play()
     play.submit(2, [6] * 4, 8, return_timing=False)
     play.steps()
-    play.engine.scheduler.resume(group)
+    play.engine.delivered([(1, play.position_of[1])])
     play.steps()
     found = play.timing(1)
     assert found.suspended_s == pytest.approx(9 * STEP_S)
     assert found.preempted_s == 0.0
+
+
+def test_a_suspension_between_two_steps_is_reported():
+    """No step is planned meanwhile. The tokens are computed again, by a prefill step."""
+    play = suspended_play()
+    play.clock.now += 2.0
+    play.engine.delivered([(1, play.position_of[1])])
+    play.steps()
+    found = play.timing(1)
+    assert found.suspended_s == pytest.approx(2.0 + STEP_S)
+    assert found.decode_s == pytest.approx(60.0 + 8 * STEP_S)
+    assert (found.num_prefill_steps, found.num_decode_steps) == (2, 8)
 
 
 def test_a_cancelled_request_has_its_times_and_a_failed_one_none():
