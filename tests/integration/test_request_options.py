@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jsonschema
 import pytest
@@ -191,19 +192,27 @@ def test_unmatchable_constraints_are_rejected_by_name(cpu, kind, guide, named):
 # ---------------------------------------------------------------- timing
 
 
-def test_timing_comes_with_the_end_of_a_stream_on_request(cpu):
+def timing_of_a_stream(cpu) -> dict[str, Any]:
+    """The timing of a stream of eight tokens, each of which takes a step."""
     options = (max_tokens(8), tensor("ignore_eos", "BOOL", True), STREAM)
     timed = tensor("return_timing", "BOOL", True)
     answers = ask(cpu.grpc, request("generate", text("Once upon a time"), *options, timed))
     assert {answer["draft_stats"] for answer in answers[:-1]} <= {""}
-    timing = json.loads(answers[-1]["draft_stats"])["timing"]
+    timing: dict[str, Any] = json.loads(answers[-1]["draft_stats"])["timing"]
     assert 0 < timing["ttft_s"] < 60
-    # A busy machine may suspend the stream; its tokens are then computed again, in a prefill step.
     assert timing["num_prefill_steps"] + timing["num_decode_steps"] == 8, timing
-    assert timing["num_decode_steps"] == 7 or timing["suspended_s"] > 0.0, timing
     spans = ("queue_s", "prefill_s", "decode_s", "preempted_s", "suspended_s")
     expected = timing["ttft_s"] + 7 * timing["mean_itl_s"]
     assert sum(timing[name] for name in spans) == pytest.approx(expected, abs=1e-4)
+    return timing
+
+
+def test_timing_comes_with_the_end_of_a_stream_on_request(cpu):
+    # A busy machine may suspend a stream; one of its decode steps is then a prefill step.
+    timings = (timing_of_a_stream(cpu) for _ in range(10))
+    timing = next(one for one in timings if not one["suspended_s"])
+    assert timing["num_decode_steps"] == 7, timing
+    options = (max_tokens(8), tensor("ignore_eos", "BOOL", True), STREAM)
     plain = ask(cpu.grpc, request("generate", text("Once upon a time"), *options))
     assert {answer["draft_stats"] for answer in plain} == {""}
 
