@@ -1,7 +1,8 @@
 // Keys and values of 8 bits; torch_ops/kv_quantization.py defines their layout and rounding.
 //
-// A byte is encoded from a float and decoded to bfloat16, both exactly as on any other GPU: e4m3
-// by integer operations, since conversion instructions need compute capability 8.9.
+// A byte is encoded from a float and decoded to bfloat16 or float16, all exactly as on any other
+// GPU: e4m3 by integer operations where there are no instructions for it, below compute
+// capability 8.9.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,6 +14,15 @@ __device__ __forceinline__ __nv_bfloat162 as_pair(unsigned word) {
 }
 
 __device__ __forceinline__ unsigned as_word(const __nv_bfloat162& pair) {
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// Two float16, likewise.
+__device__ __forceinline__ __half2 as_halves(unsigned word) {
+    return *reinterpret_cast<const __half2*>(&word);
+}
+
+__device__ __forceinline__ unsigned half_word(const __half2& pair) {
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
@@ -38,7 +48,34 @@ struct Fp8 {  // e4m3
         odd = widen(word);
     }
 
+    // Bytes 0 and 1, and bytes 2 and 3 of a word, as pairs of float16.
+    static __device__ __forceinline__ void decode_halves(unsigned word, unsigned& low,
+                                                         unsigned& high) {
+#if __CUDA_ARCH__ >= 890
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "mov.b32 {low, high}, %2;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+            "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+            "}"
+            : "=r"(low), "=r"(high)
+            : "r"(word));
+#else
+        low = widen_to_halves(__byte_perm(word, 0, 0x1404));
+        high = widen_to_halves(__byte_perm(word, 0, 0x3424));
+#endif
+    }
+
    private:
+#if __CUDA_ARCH__ < 890
+    // The upper byte of each half. Its exponent becomes the lower bits of float16's, whose bias is
+    // larger by 8.
+    static __device__ __forceinline__ unsigned widen_to_halves(unsigned word) {
+        const unsigned bits = (word & 0x80008000u) | (word >> 1 & 0x3f803f80u);
+        return half_word(__hmul2(as_halves(bits), as_halves(0x5c005c00u)));  // 2^8, twice
+    }
+#endif
+
     // The upper byte of each half. Its exponent becomes the lower bits of bfloat16's, whose bias is
     // larger by 120.
     static __device__ __forceinline__ unsigned widen(unsigned word) {
@@ -61,6 +98,15 @@ struct Int8 {
     static __device__ __forceinline__ void decode(unsigned word, unsigned& even, unsigned& odd) {
         even = widen(word);
         odd = widen(word >> 8);
+    }
+
+    // See Fp8. A byte plus 1024 is the number plus 128 and 1024, which are subtracted.
+    static __device__ __forceinline__ void decode_halves(unsigned word, unsigned& low,
+                                                         unsigned& high) {
+        const unsigned raised = word ^ 0x80808080u;
+        const __half2 offset = as_halves(0x64806480u);
+        low = half_word(__hsub2(as_halves(__byte_perm(raised, 0x64646464u, 0x4140)), offset));
+        high = half_word(__hsub2(as_halves(__byte_perm(raised, 0x64646464u, 0x4342)), offset));
     }
 
    private:

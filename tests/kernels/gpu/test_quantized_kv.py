@@ -104,6 +104,37 @@ def test_sinks_take_part_once(
 
 
 @each_type
+@pytest.mark.parametrize("step", ["decode", "decode, hundred", "verify", "mixed", "decode, many"])
+def test_values_may_differ_by_orders_of_magnitude(step: str, dtype: torch.dtype) -> None:
+    """Between layers, within a sequence, and with vectors of zeros; so may queries."""
+    plain = make_step(*STEPS[step], num_heads=32, num_kv_heads=8)
+    values, queries = plain.v_cache, plain.q
+    for low, high in ((-6, -6), (4, 4), (-6, 4)):
+        exponents = torch.empty(*values.shape[:3], 1, device="cuda").uniform_(low, high)
+        plain.v_cache = (values.float() * 10**exponents).bfloat16()
+        plain.v_cache[::3, 1] = 0.0
+        for factor in (1e-2, 1.0, 1e4):
+            plain.q = (queries.float() * factor).bfloat16()
+            plain.scale = plain.q.shape[-1] ** -0.5 / factor
+            made = quantized(plain, dtype)
+            assert error(made.run(), made.plain.definition()) < BOUND[torch.bfloat16]
+
+
+@each_type
+def test_queries_beyond_float16_become_its_largest(dtype: torch.dtype) -> None:
+    plain = make_step(*STEPS["decode"], num_heads=32, num_kv_heads=8)
+    plain.q[:, :, 5] = 1e30
+    plain.scale = 1e-5
+    made = quantized(plain, dtype)
+    out = made.run()
+    made.plain.q = plain.q.clamp(max=65504)
+    assert error(out, made.plain.definition()) < BOUND[torch.bfloat16]
+    plain.q[-1, :, 7] = torch.inf
+    out = quantized(plain, dtype).run()
+    assert out[-1].isnan().all() and out[:-1].isfinite().all()
+
+
+@each_type
 @pytest.mark.parametrize("step", ["decode", "decode, hundred", "mixed", "decode, many"])
 def test_a_plan_is_valid_for_all_layers_with_ready_history(step: str, dtype: torch.dtype) -> None:
     made = quantized(make_step(*STEPS[step], num_heads=32, num_kv_heads=8), dtype)

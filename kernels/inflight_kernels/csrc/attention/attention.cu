@@ -179,6 +179,10 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
             if (turn == 0 && !S::QUERIES_IN_REGISTERS) {
                 ptx::wait_copies<0>();
                 __syncthreads();
+                if constexpr (S::QUANTIZED) {
+                    convert_queries<S>(queries);
+                    __syncthreads();
+                }
             }
             int from = 0;
             if (producer.has_more()) {
@@ -192,7 +196,11 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
             const int now = stage;
             stage = stage + 1 == S::STAGES ? 0 : stage + 1;
             if (turn < 0) continue;
-            if (turn == 0) source.rotate(unit, rows);
+            if (turn == 0) {
+                source.rotate(unit, rows);
+                rows[0].become_operands();
+                rows[1].become_operands();
+            }
 
             T* const keys = tiles + 2 * now * S::TILE;
             T* const values = keys + S::TILE;
@@ -208,7 +216,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
             const int first_key = tile * S::KEYS;
             if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
                 mask_scores<S>(scores, args, unit, warp_m, first_key + warp_n * S::WARP_KEYS);
-            softmax_step<S>(state, scores, scale);
+            softmax_step<S>(state, scores, scale, ValueLogs<S>(values, warp_n));
             if constexpr (S::QUANTIZED) apply_scales<S>(scores, values, warp_n);
             mma_pv<S>(state, scores, values, warp_n);
             ++tile;

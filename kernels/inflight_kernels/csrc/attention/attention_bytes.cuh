@@ -1,11 +1,16 @@
 // Tiles of a cache of 8 bits (kv_quantization.cuh), as copied and as operands of mma.
 //
 // A matrix of ldmatrix, 8 rows of 16 bytes, gives a lane the 4 bytes (lane / 4, 4 * (lane % 4)) and
-// the next ones; transposed, the bytes 2 * (lane / 4) and the next one of rows 2 * (lane % 4) and
-// the next one. `decode` returns bytes 0 and 2 of a word, and bytes 1 and 3, as two registers of an
-// operand. Thus of each 16 columns, the products of a score are added in another order than the
-// columns', for which queries are permuted; and the sums of even columns are in the registers that
-// the first 8 columns have otherwise, those of odd columns in the others.
+// the next ones, two registers of an operand. Thus of each 16 columns, the products of a score are
+// added in another order than the columns', in which a lane's queries are adjacent as well.
+// Transposed, it gives a lane the bytes 2 * (lane / 4) and the next one of rows 2 * (lane % 4) and
+// the next one, which `decode_across` sorts by column. So the sums of even columns are in the
+// registers that the first 8 columns have otherwise, those of odd columns in the others.
+//
+// The products are those of float16, to which bytes are converted in a third of the instructions
+// that bfloat16 takes; attention of bytes is bound by these. Queries become float16 as well (see
+// `as_half_operands`), and weights, multiplied by the scales of values, are at most 1
+// (`ValueLogs`).
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -24,19 +29,38 @@ __device__ constexpr int byte_tile_elements(int keys, int head_dim) {
     return keys * (byte_pitch(head_dim) + 2) / 2;
 }
 
-// A lane's four queries of each 16 columns, 4 * (lane % 4) and the next ones, as an operand whose
-// other side is decoded bytes.
-struct QueryWords {
-    unsigned even, odd;
+// Bytes 0 and 2 of a word, and bytes 1 and 3, as pairs of float16.
+template <typename Byte>
+__device__ __forceinline__ void decode_across(unsigned word, unsigned& even, unsigned& odd) {
+    Byte::decode_halves(__byte_perm(word, 0, 0x3120), even, odd);
+}
 
-    __device__ __forceinline__ explicit QueryWords(uint2 four)
-        : even(__byte_perm(four.x, four.y, 0x5410)), odd(__byte_perm(four.x, four.y, 0x7632)) {}
+// Two queries in bfloat16 as float16. What is beyond its range becomes infinite, and the results of
+// its row NaN; what is rounded below 2^-14 changes a score by at most 2^-25 of the sum of a key's
+// magnitudes.
+__device__ __forceinline__ unsigned as_half_operands(unsigned word) {
+    const float2 pair = ptx::unpack<__nv_bfloat16>(word);
+    return ptx::pack<__half>(pair.x, pair.y);
+}
 
-    __device__ __forceinline__ void get(unsigned (&words)[2]) const {
-        words[0] = even;
-        words[1] = odd;
-    }
+// The operands of mma for elements of q and a cache.
+template <typename T, bool QUANTIZED>
+struct OperandOf {
+    using type = T;
 };
+template <typename T>
+struct OperandOf<T, true> {
+    static_assert(SAME<T, __nv_bfloat16>, "queries beside bytes are in bfloat16");
+    using type = __half;
+};
+
+// Log 2 of a scale of values; of 0, that of the smallest one above. Added to the score of its key
+// in the running maximum, it bounds a weight times the scale by 1, and a weight by 2^24.
+__device__ __forceinline__ float value_log(float scale) {
+    float log;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(scale));
+    return fmaxf(log, -24.0f);
+}
 
 // The scales of a tile, in shared memory.
 template <class S>
@@ -78,6 +102,41 @@ struct ByteRow {
     }
 };
 
+// Copies rows of keys and values from `first_key` on, COPY_KEYS of them, to a tile whose part for
+// them is at `target`, restricted to the keys [begin, end). Rows from kv_end on become zero.
+//
+//   CHUNKS         of 16 bytes in a row
+//   PITCH          bytes from row to row of the tile
+//   keys, values   the first row in the cache
+//   row_stride     chunks from row to row there
+template <class S, int CHUNKS, int PITCH>
+__device__ __forceinline__ void copy_rows(unsigned target, const void* keys, const void* values,
+                                          int row_stride, int first_key, int begin, int end,
+                                          int kv_end) {
+    static_assert(S::COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
+    const int lane = threadIdx.x % 32;
+    const int lane_row = lane / CHUNKS;
+    const int lane_chunk = lane % CHUNKS;
+    const int origin = lane_row * row_stride + lane_chunk;
+    const uint4* const from_keys = static_cast<const uint4*>(keys) + origin;
+    const uint4* const from_values = static_cast<const uint4*>(values) + origin;
+    target += lane_row * PITCH + lane_chunk * 16;
+#pragma unroll
+    for (int i = 0; i < S::COPY_KEYS * CHUNKS / 32; ++i) {
+        // Rows and chunks relative to the lane's, the same for all lanes if they divide evenly.
+        const int index = i * 32 + (32 % CHUNKS == 0 ? 0 : lane);
+        const int row = index / CHUNKS - (32 % CHUNKS == 0 ? 0 : lane_row);
+        const int chunk = index % CHUNKS - (32 % CHUNKS == 0 ? 0 : lane_chunk);
+        const int key = first_key + lane_row + row;
+        const bool copied = (begin == 0 || key >= begin) && (end == ALL_KEYS || key < end);
+        const bool valid = key < kv_end;
+        const unsigned place = target + row * PITCH + chunk * 16;
+        const int source = row * row_stride + chunk;
+        ptx::copy_async_if(copied, place, from_keys + source, valid);
+        ptx::copy_async_if(copied, place + S::TILE * 2, from_values + source, valid);
+    }
+}
+
 // Copies this warp's part of a tile of keys and values, restricted to the keys [begin, end), with
 // their scales. Rows and scales past the sequence become zero: their weight is 0, but the cache may
 // contain NaN there.
@@ -86,9 +145,7 @@ __device__ __forceinline__ void load_byte_tile(typename S::Element* keys,
                                                const Arguments<typename S::Element>& args,
                                                int kv_head, int kv_end, int tile, int page,
                                                int begin, int end) {
-    constexpr int CHUNKS = S::HEAD_DIM / 16;
     constexpr int SCALE_CHUNKS = S::COPY_KEYS / 8;  // of 16 bytes, of keys and of values each
-    static_assert(S::COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
     static_assert(S::COPY_KEYS % 8 == 0, "whole chunks of scales");
     const int lane = threadIdx.x % 32;
     const int row_stride = args.num_kv_heads * S::HEAD_DIM;
@@ -101,19 +158,10 @@ __device__ __forceinline__ void load_byte_tile(typename S::Element* keys,
     const Bytes v_block = reinterpret_cast<Bytes>(args.v_cache) + block;
     const long long origin = static_cast<long long>(offset) * row_stride + kv_head * S::HEAD_DIM;
     const unsigned target = ptx::shared_address(keys);
-#pragma unroll
-    for (int i = 0; i < S::COPY_KEYS * CHUNKS / 32; ++i) {
-        const int row = (i * 32 + lane) / CHUNKS;
-        const int chunk = (i * 32 + lane) % CHUNKS;
-        const int key = first_key + row;
-        const bool copied = key >= begin && key < end;
-        const bool valid = key < kv_end;
-        const unsigned place =
-            target + (first_row + row) * byte_pitch(S::HEAD_DIM) + chunk * 16;
-        const long long source = origin + static_cast<long long>(row) * row_stride + chunk * 16;
-        ptx::copy_async_if(copied, place, k_block + source, valid);
-        ptx::copy_async_if(copied, place + S::TILE * 2, v_block + source, valid);
-    }
+    constexpr int PITCH = byte_pitch(S::HEAD_DIM);
+    copy_rows<S, S::HEAD_DIM / 16, PITCH>(target + first_row * PITCH, k_block + origin,
+                                          v_block + origin, row_stride / 16, first_key, begin, end,
+                                          kv_end);
     // Scales of 8 keys are copied with the last of them, so once.
     const int row = lane % SCALE_CHUNKS * 8;
     const int key = first_key + row;

@@ -198,6 +198,7 @@ __device__ __forceinline__ void attend_piece(const Arguments<typename S::Element
     load_member_queries<S>(rows, args, tokens, num_rows, head, warp);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        rows[half].become_operands();
         state.max[0][half] = -CUDART_INF_F;
         state.total[0][half] = 0.0f;
     }
@@ -223,7 +224,7 @@ __device__ __forceinline__ void attend_piece(const Arguments<typename S::Element
             cap_scores<S>(scores, scale, args.soft_cap);
             scale = 1.0f;
         }
-        softmax_step<S>(state, scores, scale);
+        softmax_step<S>(state, scores, scale, ValueLogs<S>(values, 0));
         if constexpr (S::QUANTIZED) apply_scales<S>(scores, values, 0);
         mma_pv<S>(state, scores, values, 0);
     }

@@ -24,9 +24,7 @@ struct HeadsShape {
     static constexpr bool QUANTIZED = !SAME<Cached, Element>;
     static constexpr int HEAD_DIM = HEAD_DIM_;
     static constexpr int HEADS = HEADS_;  // KV heads per unit, and warps
-    // Per multiprocessor. Bytes take a warp as long as twice as many bytes of elements, so that more
-    // warps are needed to read them as fast.
-    static constexpr int BLOCKS = (QUANTIZED ? 12 : 8) / HEADS;
+    static constexpr int BLOCKS = 8 / HEADS;  // per multiprocessor
     static constexpr int STAGES = STAGES_;
 
     static constexpr int THREADS = 32 * HEADS;
@@ -40,6 +38,8 @@ struct HeadsShape {
     static constexpr int PITCH = HEAD_DIM + 8;
     // Of keys, or of values, of one head.
     static constexpr int TILE = QUANTIZED ? byte_tile_elements(KEYS, HEAD_DIM) : KEYS * PITCH;
+
+    using Operand = typename OperandOf<Element, QUANTIZED>::type;  // of mma
 
     __device__ __forceinline__ static int first_key() { return 0; }
     __device__ __forceinline__ static int kv_head(const Unit& unit) {
@@ -109,10 +109,10 @@ __device__ __forceinline__ void mma_kq(float (&scores)[4], const HeadRow<S>& row
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned a[4];
-                S::Cached::decode(bytes[2 * i], a[0], a[2]);
-                S::Cached::decode(bytes[2 * i + 1], a[1], a[3]);
+                S::Cached::decode_halves(bytes[2 * i], a[0], a[2]);
+                S::Cached::decode_halves(bytes[2 * i + 1], a[1], a[3]);
                 const unsigned(&words)[2] = row.words[step + i];
-                ptx::mma<typename S::Element>(parts[i], a, words[0], words[1]);
+                ptx::mma<typename S::Operand>(parts[i], a, words[0], words[1]);
             }
         }
     } else {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void mma_kq(float (&scores)[4], const HeadRow<S>& row
 template <class S>
 __device__ __forceinline__ void mma_vp(HeadState<S>& state, const float (&weights)[4],
                                        const typename S::Element* values) {
-    using T = typename S::Element;
+    using T = typename S::Operand;
     const int lane = threadIdx.x % 32;
     const unsigned b0 = ptx::transposed(ptx::pack<T>(weights[0], weights[1]));
     const unsigned b1 = ptx::transposed(ptx::pack<T>(weights[2], weights[3]));
@@ -147,8 +147,8 @@ __device__ __forceinline__ void mma_vp(HeadState<S>& state, const float (&weight
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned a[4];
-                S::Cached::decode(bytes[2 * i], a[0], a[1]);
-                S::Cached::decode(bytes[2 * i + 1], a[2], a[3]);
+                decode_across<typename S::Cached>(bytes[2 * i], a[0], a[1]);
+                decode_across<typename S::Cached>(bytes[2 * i + 1], a[2], a[3]);
                 ptx::mma<T>(state.sums[column + i], a, b0, b1);
             }
         }
@@ -164,19 +164,26 @@ __device__ __forceinline__ void mma_vp(HeadState<S>& state, const float (&weight
     }
 }
 
-// Multiplies by the scales of a tile of bytes: scores by those of their keys, or weights by those
-// of their values.
+// The scales of a lane's keys, or values, of a tile; 1 if the cache has none.
 template <class S>
-__device__ __forceinline__ void apply_scales(float (&scores)[4],
-                                             const typename S::Element* tile) {
-    const __half* const scales = scales_of<S>(tile) + threadIdx.x % 32 / 4;
+struct TileScales {
+    float of[2];
+
+    __device__ __forceinline__ explicit TileScales(const typename S::Element* tile) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float scale = __half2float(scales[half * 8]);
-        scores[2 * half] *= scale;
-        scores[2 * half + 1] *= scale;
+        for (int half = 0; half < 2; ++half) {
+            of[half] = 1.0f;
+            if constexpr (S::QUANTIZED)
+                of[half] = __half2float(scales_of<S>(tile)[threadIdx.x % 32 / 4 + half * 8]);
+        }
     }
-}
+    // Multiplies scores by the scales of their keys, or weights by those of their values.
+    __device__ __forceinline__ void apply(float (&scores)[4]) const {
+        if (!S::QUANTIZED) return;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[e] *= of[e / 2];
+    }
+};
 
 // Masked scores become -inf.
 template <class S>
@@ -196,25 +203,33 @@ __device__ __forceinline__ void mask_scores(float (&scores)[4],
 
 // Online softmax: scores become weights relative to the running maximum; earlier sums are rescaled.
 template <class S>
-__device__ __forceinline__ void softmax_step(HeadState<S>& state, float (&scores)[4], float scale) {
+__device__ __forceinline__ void softmax_step(HeadState<S>& state, float (&scores)[4], float scale,
+                                             const TileScales<S>& of_values) {
+    float rescale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float before = state.max[r];
-        const float largest = max_over_keys(fmaxf(scores[r], scores[2 + r]));
-        const float now = fmaxf(before, largest * scale);
+        float largest;
+        if constexpr (S::QUANTIZED)
+            largest = max_over_keys(fmaxf(fmaf(scores[r], scale, value_log(of_values.of[0])),
+                                          fmaf(scores[2 + r], scale, value_log(of_values.of[1]))));
+        else
+            largest = max_over_keys(fmaxf(scores[r], scores[2 + r])) * scale;
+        const float now = fmaxf(before, largest);
         // For a row without keys so far, -inf - -inf would be NaN.
         const float origin = now == -CUDART_INF_F ? 0.0f : now;
-        const float rescale = ptx::exp2(before - origin);
+        rescale[r] = ptx::exp2(before - origin);
         state.max[r] = now;
 #pragma unroll
         for (int e = r; e < 4; e += 2) scores[e] = ptx::exp2(fmaf(scores[e], scale, -origin));
-        state.total[r] = fmaf(state.total[r], rescale, scores[r] + scores[2 + r]);
-#pragma unroll
-        for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
-            state.sums[column][r] *= rescale;
-            state.sums[column][2 + r] *= rescale;
-        }
+        state.total[r] = fmaf(state.total[r], rescale[r], scores[r] + scores[2 + r]);
     }
+    // Most tiles do not raise the maximum.
+    if (!__any_sync(FULL_WARP, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+    for (int column = 0; column < S::HEAD_DIM / 16; ++column)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state.sums[column][e] *= rescale[e % 2];
 }
 
 // Writes the rows of a unit that was not split.
@@ -402,6 +417,7 @@ __device__ __forceinline__ void process_share(const Arguments<typename S::Elemen
         const int lowest = history + args.token_of(unit.item.first_row);
         const int highest = history + args.token_of(unit.item.first_row + unit.num_rows - 1);
         state.clear();
+        row.become_operands();
 #pragma unroll 1
         for (int tile = unit.item.kv_begin + unit.from; tile < unit.item.kv_begin + unit.to;
              ++tile) {
@@ -419,7 +435,7 @@ __device__ __forceinline__ void process_share(const Arguments<typename S::Elemen
             stage = stage + 1 == S::STAGES ? 0 : stage + 1;
             float scores[4];
             mma_kq(scores, row, keys);
-            if constexpr (S::QUANTIZED) apply_scales<S>(scores, keys);
+            TileScales<S>(keys).apply(scores);
             float factor = args.scale;
             if (args.soft_cap > 0.0f) {
                 const SoftCap cap(factor, args.soft_cap);
@@ -430,8 +446,9 @@ __device__ __forceinline__ void process_share(const Arguments<typename S::Elemen
             const int first_key = tile * S::KEYS;
             if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
                 mask_scores<S>(scores, args, unit, first_key);
-            softmax_step(state, scores, factor);
-            if constexpr (S::QUANTIZED) apply_scales<S>(scores, keys + S::TILE);
+            const TileScales<S> of_values(keys + S::TILE);
+            softmax_step(state, scores, factor, of_values);
+            of_values.apply(scores);
             mma_vp(state, scores, keys + S::TILE);
         }
         const bool is_over = work.left == 0;

@@ -312,20 +312,20 @@ struct Rotated<S, NORM, true> {
                            true);
     }
 
-    // The lane's columns of 16, 4 * (lane % 4) and the next ones; see QueryWords.
+    // The lane's columns of 16, 4 * (lane % 4) and the next ones.
     __device__ __forceinline__ static void unpack_four(const unsigned (&words)[2],
                                                        float (&four)[4]) {
-        const float2 even = ptx::unpack<T>(words[0]), odd = ptx::unpack<T>(words[1]);
-        four[0] = even.x;
-        four[1] = odd.x;
-        four[2] = even.y;
-        four[3] = odd.y;
+        const float2 first = ptx::unpack<T>(words[0]), second = ptx::unpack<T>(words[1]);
+        four[0] = first.x;
+        four[1] = first.y;
+        four[2] = second.x;
+        four[3] = second.y;
     }
 
     __device__ __forceinline__ static void pack_four(const float (&four)[4],
                                                      unsigned (&words)[2]) {
-        words[0] = ptx::pack<T>(four[0], four[2]);
-        words[1] = ptx::pack<T>(four[1], four[3]);
+        words[0] = ptx::pack<T>(four[0], four[1]);
+        words[1] = ptx::pack<T>(four[2], four[3]);
     }
 
     // Norms and rotates a row of the unit, or the key behind them.

@@ -69,6 +69,9 @@ struct Shape {
     static constexpr bool CROSSES_UNITS =
         QUERIES_IN_REGISTERS && (SUMS_APART || SUMS_BYTES <= TILE_BYTES / STAGES);
 
+    // Operands of mma.
+    using Operand = typename OperandOf<Element, QUANTIZED>::type;
+
     // The part of a tile that this warp copies: its keys from here on, of this head.
     __device__ __forceinline__ static int first_key() { return threadIdx.x / 32 * COPY_KEYS; }
     __device__ __forceinline__ static int kv_head(const Unit& unit) { return unit.head; }
@@ -101,6 +104,15 @@ __device__ __forceinline__ void copy_queries(typename S::Element* shared,
     }
 }
 
+// Converts queries that were copied to operands of mma, by all threads.
+template <class S>
+__device__ __forceinline__ void convert_queries(typename S::Element* shared) {
+    unsigned* const words = reinterpret_cast<unsigned*>(shared);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < S::ROWS * S::PITCH / 2; i += S::THREADS)
+        words[i] = as_half_operands(words[i]);
+}
+
 // The cache blocks of the keys that this warp copies, for 32 consecutive tiles: one per lane.
 template <class S>
 struct Pages {
@@ -131,35 +143,15 @@ __device__ __forceinline__ void load_tile(typename S::Element* keys,
         load_byte_tile<S>(keys, args, kv_head, kv_end, tile, page, begin, end);
         return;
     }
-    const int lane = threadIdx.x % 32;
     const int row_stride = args.num_kv_heads * S::HEAD_DIM;
     const int first_row = S::first_key();
     const int first_key = tile * S::KEYS + first_row;
     const long long origin = page * args.block_stride +
                              (first_key & ((1 << args.block_shift) - 1)) * row_stride +
                              kv_head * S::HEAD_DIM;
-    const int lane_row = lane / S::CHUNKS;
-    const int lane_chunk = lane % S::CHUNKS;
-    const typename S::Element* from_keys =
-        args.k_cache + origin + lane_row * row_stride + lane_chunk * 8;
-    const typename S::Element* from_values =
-        args.v_cache + origin + lane_row * row_stride + lane_chunk * 8;
-    const unsigned target =
-        ptx::shared_address(keys + (first_row + lane_row) * S::PITCH + lane_chunk * 8);
-#pragma unroll
-    for (int i = 0; i < S::COPY_KEYS * S::CHUNKS / 32; ++i) {
-        // Rows and chunks relative to the lane's, the same for all lanes if they divide evenly.
-        const int index = i * 32 + (32 % S::CHUNKS == 0 ? 0 : lane);
-        const int row = index / S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_row);
-        const int chunk = index % S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_chunk);
-        const int key = first_key + lane_row + row;
-        const bool copied = key >= begin && key < end;
-        const bool valid = key < kv_end;
-        const unsigned place = target + (row * S::PITCH + chunk * 8) * 2;
-        const long long source = static_cast<long long>(row) * row_stride + chunk * 8;
-        ptx::copy_async_if(copied, place, from_keys + source, valid);
-        ptx::copy_async_if(copied, place + S::TILE * 2, from_values + source, valid);
-    }
+    copy_rows<S, S::CHUNKS, S::PITCH * 2>(ptx::shared_address(keys + first_row * S::PITCH),
+                                          args.k_cache + origin, args.v_cache + origin,
+                                          row_stride / 8, first_key, begin, end, kv_end);
 }
 
 // Fragment `step` (16 columns) of this warp's queries; `rows` is the first of 16.
@@ -172,10 +164,10 @@ __device__ __forceinline__ void load_query_fragment(unsigned (&fragment)[4],
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int offset = (rows + half * 8 + lane / 4) * S::PITCH;
-            const QueryWords words(
-                *reinterpret_cast<const uint2*>(queries + offset + step * 16 + lane % 4 * 4));
-            fragment[half] = words.even;
-            fragment[2 + half] = words.odd;
+            const uint2 words =
+                *reinterpret_cast<const uint2*>(queries + offset + step * 16 + lane % 4 * 4);
+            fragment[half] = words.x;
+            fragment[2 + half] = words.y;
         }
         return;
     }
@@ -189,14 +181,15 @@ __device__ __forceinline__ void load_query_fragment(unsigned (&fragment)[4],
 template <class S>
 struct State {
     float sums[S::FRAGMENTS][S::HEAD_DIM / 8][4];
-    float max[S::FRAGMENTS][2];    // running maximum of the scores, in units of log 2
+    float max[S::FRAGMENTS][2];    // running maximum of the scores (ValueLogs), in units of log 2
     float total[S::FRAGMENTS][2];  // running sum of the weights, this lane's columns only
 };
 
 template <class S>
 using Scores = float[S::FRAGMENTS][S::WARP_KEYS / 8][4];
 
-// A lane's part of a row of a head, as in a fragment: four of each 16 columns, in two words.
+// A lane's part of a row of a head, as in a fragment: four of each 16 columns, in two words. Beside
+// bytes the four are adjacent.
 template <class S>
 struct HeadRow {
     static constexpr int STEPS = S::HEAD_DIM / 16;
@@ -206,9 +199,19 @@ struct HeadRow {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) words[step][0] = words[step][1] = 0;
     }
+    // From those of q to operands of mma.
+    __device__ __forceinline__ void become_operands() {
+        if constexpr (S::QUANTIZED) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    words[step][half] = as_half_operands(words[step][half]);
+        }
+    }
     __device__ __forceinline__ void load(const typename S::Element* row) {
         if constexpr (S::QUANTIZED)
-            load_permuted(reinterpret_cast<const uint2*>(row) + threadIdx.x % 4,
+            load_adjacent(reinterpret_cast<const uint2*>(row) + threadIdx.x % 4,
                           typename IndicesUpTo<STEPS>::type());
         else
             load_from(reinterpret_cast<const unsigned*>(row) + threadIdx.x % 4,
@@ -223,8 +226,12 @@ struct HeadRow {
         ((words[STEP][1] = load_l2<STEP * 32 + 16>(first)), ...);
     }
     template <int... STEP>
-    __device__ __forceinline__ void load_permuted(const uint2* first, Indices<STEP...>) {
-        ((QueryWords(load_l2<STEP * 32>(first)).get(words[STEP])), ...);
+    __device__ __forceinline__ void load_adjacent(const uint2* first, Indices<STEP...>) {
+        ((put(words[STEP], load_l2<STEP * 32>(first))), ...);
+    }
+    __device__ __forceinline__ static void put(unsigned (&pair)[2], const uint2& both) {
+        pair[0] = both.x;
+        pair[1] = both.y;
     }
 };
 
@@ -297,11 +304,11 @@ __device__ __forceinline__ void mma_qk_bytes(Scores<S>& scores, const HeadRow<S>
             ptx::load_matrices(bytes, base + n * 16 * byte_pitch(S::HEAD_DIM) + step * 16);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                unsigned even, odd;
-                S::Cached::decode(bytes[i], even, odd);
+                unsigned low, high;
+                S::Cached::decode_halves(bytes[i], low, high);
 #pragma unroll
                 for (int f = 0; f < S::FRAGMENTS; ++f)
-                    ptx::mma<typename S::Element>(scores[f][2 * n + i / 2], a[f][i % 2], even, odd);
+                    ptx::mma<typename S::Operand>(scores[f][2 * n + i / 2], a[f][i % 2], low, high);
             }
         }
     }
@@ -324,6 +331,32 @@ __device__ __forceinline__ void apply_scales(Scores<S>& scores, const typename S
             for (int e = 0; e < 4; ++e) scores[f][n][e] *= e % 2 == 0 ? scale.x : scale.y;
     }
 }
+
+// By which the running maximum of a tile's scores is raised for the scales of its values (see
+// `value_log`); nothing without them.
+template <class S, bool QUANTIZED = S::QUANTIZED>
+struct ValueLogs {
+    __device__ __forceinline__ ValueLogs(const typename S::Element*, int) {}
+    __device__ __forceinline__ float of(int, int) const { return 0.0f; }
+};
+
+template <class S>
+struct ValueLogs<S, true> {
+    float logs[S::WARP_KEYS / 8][2];
+
+    __device__ __forceinline__ ValueLogs(const typename S::Element* values, int warp_n) {
+        const __half2* const scales =
+            reinterpret_cast<const __half2*>(scales_of<S>(values) + warp_n * S::WARP_KEYS) +
+            threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < S::WARP_KEYS / 8; ++n) {
+            const float2 scale = __half22float2(scales[n * 4]);
+            logs[n][0] = value_log(scale.x);
+            logs[n][1] = value_log(scale.y);
+        }
+    }
+    __device__ __forceinline__ float of(int n, int e) const { return logs[n][e % 2]; }
+};
 
 // scores = queries @ keys^T.
 template <class S>
@@ -407,20 +440,27 @@ __device__ __forceinline__ void mask_scores(Scores<S>& scores,
 
 // Online softmax: scores become weights relative to the running maximum; earlier sums are rescaled.
 template <class S>
-__device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores, float scale) {
+__device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores, float scale,
+                                             const ValueLogs<S>& logs) {
+    float rescale[S::FRAGMENTS][2];
+    const auto raised = [&](int f, int n, int e) {
+        const float score = scores[f][n][e];
+        return S::QUANTIZED ? fmaf(score, scale, logs.of(n, e)) : score;
+    };
 #pragma unroll
     for (int f = 0; f < S::FRAGMENTS; ++f)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float largest = scores[f][0][2 * half];
+            float largest = raised(f, 0, 2 * half);
 #pragma unroll
             for (int n = 0; n < S::WARP_KEYS / 8; ++n)
-                largest = fmaxf(largest, fmaxf(scores[f][n][2 * half], scores[f][n][2 * half + 1]));
+                largest = fmaxf(largest, fmaxf(raised(f, n, 2 * half), raised(f, n, 2 * half + 1)));
+            largest = max_of_quad(largest);
             const float before = state.max[f][half];
-            const float now = fmaxf(before, max_of_quad(largest) * scale);
+            const float now = fmaxf(before, S::QUANTIZED ? largest : largest * scale);
             // For a row without keys so far, -inf - -inf would be NaN.
             const float origin = now == -CUDART_INF_F ? 0.0f : now;
-            const float rescale = ptx::exp2(before - origin);
+            rescale[f][half] = ptx::exp2(before - origin);
             state.max[f][half] = now;
             float total = 0.0f;
 #pragma unroll
@@ -430,13 +470,20 @@ __device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores,
                     scores[f][n][e] = ptx::exp2(fmaf(scores[f][n][e], scale, -origin));
                     total += scores[f][n][e];
                 }
-            state.total[f][half] = fmaf(state.total[f][half], rescale, total);
-#pragma unroll
-            for (int n = 0; n < S::HEAD_DIM / 8; ++n) {
-                state.sums[f][n][2 * half] *= rescale;
-                state.sums[f][n][2 * half + 1] *= rescale;
-            }
+            state.total[f][half] = fmaf(state.total[f][half], rescale[f][half], total);
         }
+    // Most tiles do not raise the maximum.
+    bool raises = false;
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+        raises = raises || rescale[f][0] != 1.0f || rescale[f][1] != 1.0f;
+    if (!__any_sync(FULL_WARP, raises)) return;
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+        for (int n = 0; n < S::HEAD_DIM / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state.sums[f][n][e] *= rescale[f][e / 2];
 }
 
 // sums += weights @ values. Two adjacent 8-column fragments of scores have the layout of a
@@ -444,7 +491,7 @@ __device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores,
 template <class S>
 __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights,
                                        const typename S::Element* values, int warp_n) {
-    using T = typename S::Element;
+    using T = typename S::Operand;
     const int lane = threadIdx.x % 32;
     // Matrices in the order keys 0-7 | columns 0-7, 8-15 | 0-7, 0-7 | 8-15, 8-15 | 8-15; of bytes,
     // twice as many columns.
@@ -472,8 +519,8 @@ __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     unsigned even[2], odd[2];
-                    S::Cached::decode(bytes[2 * i], even[0], odd[0]);
-                    S::Cached::decode(bytes[2 * i + 1], even[1], odd[1]);
+                    decode_across<typename S::Cached>(bytes[2 * i], even[0], odd[0]);
+                    decode_across<typename S::Cached>(bytes[2 * i + 1], even[1], odd[1]);
 #pragma unroll
                     for (int f = 0; f < S::FRAGMENTS; ++f) {
                         float(&sums)[S::HEAD_DIM / 8][4] = state.sums[f];

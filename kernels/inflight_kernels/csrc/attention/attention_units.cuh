@@ -59,6 +59,8 @@ struct Queue {
 // Keys and values of prompts are dequantised into blocks of so many keys, for attention_hopper.cu.
 constexpr int DEQUANTIZED_BLOCK = 64;
 
+constexpr int ALL_KEYS = 1 << 30;  // more than any sequence has
+
 // Where such a block is read from.
 struct Source {
     int sequence;

@@ -44,8 +44,6 @@ struct WorkIterator {
     }
 };
 
-constexpr int ALL_KEYS = 1 << 30;
-
 // Copies a warp's part of a tile of keys and values to a stage; see `load_tile`.
 template <class S>
 struct CopyKeysAndValues {

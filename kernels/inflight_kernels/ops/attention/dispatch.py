@@ -120,9 +120,9 @@ class Shape:
 Candidates = tuple[Shape, ...]
 """Shapes for the same steps, the preferred one first."""
 
-# Tiles per warp in shared memory: as many as allow two blocks per multiprocessor, of bytes three.
+# Tiles per warp in shared memory: as many as allow two blocks per multiprocessor.
 _HEADS_STAGES = {64: 6, 96: 4, 128: 3}
-_HEADS_STAGES_OF_BYTES = {64: 7, 96: 5, 128: 4}
+_HEADS_STAGES_OF_BYTES = {64: 10, 96: 7, 128: 6}
 HEADS_HEAD_DIMS = tuple(_HEADS_STAGES)
 """Head dims with a kernel for few rows of many sequences."""
 
@@ -139,11 +139,8 @@ class HeadsShape:
     rows = 8  # per KV head
     keys = 16
     threads = 32 * heads
+    max_blocks = 2
     cascades = True  # as of a Shape
-
-    @property
-    def max_blocks(self) -> int:
-        return 3 if self.cached else 2
 
     @property
     def stages(self) -> int:
@@ -304,10 +301,10 @@ def fits(shape: PlannedShape, shared_bytes: int) -> bool:
 
 def _prefers_heads_kernel(units: int, num_blocks: int, cached: str) -> bool:
     """Whether a `HeadsShape` is faster, measured on an H200 (benchmarks/notes.md): if each block
-    has one unit, or there are so many units that few are split. Of bytes, whose tiles bound a warp
-    by latencies, it has more warps, which outweighs that units are split."""
+    has one unit, or there are so many units that few are split. Of bytes it is so much faster that
+    units may be split."""
     if cached:
-        return units >= num_blocks / 16
+        return units >= num_blocks / 11
     return 0.9 * num_blocks <= units <= num_blocks or units >= 1.5 * num_blocks
 
 
