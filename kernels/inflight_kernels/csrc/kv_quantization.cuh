@@ -48,9 +48,11 @@ struct Fp8 {  // e4m3
         odd = widen(word);
     }
 
-    // Bytes 0 and 1, and bytes 2 and 3 of a word, as pairs of float16.
-    static __device__ __forceinline__ void decode_halves(unsigned word, unsigned& low,
-                                                         unsigned& high) {
+    // Bytes 0 and 1, and bytes 2 and 3 of a word, as pairs of float16; or, if ACROSS, bytes 0 and
+    // 2, and bytes 1 and 3.
+    template <bool ACROSS>
+    static __device__ __forceinline__ void decode_halves(unsigned word, unsigned& first,
+                                                         unsigned& second) {
 #if __CUDA_ARCH__ >= 890
         asm("{\n"
             ".reg .b16 low, high;\n"
@@ -58,11 +60,11 @@ struct Fp8 {  // e4m3
             "cvt.rn.f16x2.e4m3x2 %0, low;\n"
             "cvt.rn.f16x2.e4m3x2 %1, high;\n"
             "}"
-            : "=r"(low), "=r"(high)
-            : "r"(word));
+            : "=r"(first), "=r"(second)
+            : "r"(ACROSS ? __byte_perm(word, 0, 0x3120) : word));
 #else
-        low = widen_to_halves(__byte_perm(word, 0, 0x1404));
-        high = widen_to_halves(__byte_perm(word, 0, 0x3424));
+        first = widen_to_halves(__byte_perm(word, 0, ACROSS ? 0x2404 : 0x1404));
+        second = widen_to_halves(__byte_perm(word, 0, ACROSS ? 0x3414 : 0x3424));
 #endif
     }
 
@@ -101,12 +103,16 @@ struct Int8 {
     }
 
     // See Fp8. A byte plus 1024 is the number plus 128 and 1024, which are subtracted.
-    static __device__ __forceinline__ void decode_halves(unsigned word, unsigned& low,
-                                                         unsigned& high) {
+    template <bool ACROSS>
+    static __device__ __forceinline__ void decode_halves(unsigned word, unsigned& first,
+                                                         unsigned& second) {
         const unsigned raised = word ^ 0x80808080u;
-        const __half2 offset = as_halves(0x64806480u);
-        low = half_word(__hsub2(as_halves(__byte_perm(raised, 0x64646464u, 0x4140)), offset));
-        high = half_word(__hsub2(as_halves(__byte_perm(raised, 0x64646464u, 0x4342)), offset));
+        const auto minus_offset = [&](unsigned order) {
+            const unsigned numbers = __byte_perm(raised, 0x64646464u, order);
+            return half_word(__hsub2(as_halves(numbers), as_halves(0x64806480u)));
+        };
+        first = minus_offset(ACROSS ? 0x4240 : 0x4140);
+        second = minus_offset(ACROSS ? 0x4341 : 0x4342);
     }
 
    private:

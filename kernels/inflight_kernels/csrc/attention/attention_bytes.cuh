@@ -4,13 +4,12 @@
 // the next ones, two registers of an operand. Thus of each 16 columns, the products of a score are
 // added in another order than the columns', in which a lane's queries are adjacent as well.
 // Transposed, it gives a lane the bytes 2 * (lane / 4) and the next one of rows 2 * (lane % 4) and
-// the next one, which `decode_across` sorts by column. So the sums of even columns are in the
-// registers that the first 8 columns have otherwise, those of odd columns in the others.
+// the next one, which are sorted by column as they are decoded. So the sums of even columns are in
+// the registers that the first 8 columns have otherwise, those of odd columns in the others.
 //
-// The products are those of float16, to which bytes are converted in a third of the instructions
-// that bfloat16 takes; attention of bytes is bound by these. Queries become float16 as well (see
-// `as_half_operands`), and weights, multiplied by the scales of values, are at most 1
-// (`ValueLogs`).
+// The products are those of float16, to which four bytes are converted in two to five instructions,
+// to bfloat16 in eight, which took longer than reading them. Queries become float16 as well (see
+// `as_half_operands`), and weights, multiplied by the scales of values, are at most 1 (`ValueLogs`).
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -27,12 +26,6 @@ __device__ constexpr int byte_pitch(int head_dim) { return head_dim + 16; }
 // The size of a tile and the scales after it, in elements of 2 bytes.
 __device__ constexpr int byte_tile_elements(int keys, int head_dim) {
     return keys * (byte_pitch(head_dim) + 2) / 2;
-}
-
-// Bytes 0 and 2 of a word, and bytes 1 and 3, as pairs of float16.
-template <typename Byte>
-__device__ __forceinline__ void decode_across(unsigned word, unsigned& even, unsigned& odd) {
-    Byte::decode_halves(__byte_perm(word, 0, 0x3120), even, odd);
 }
 
 // Two queries in bfloat16 as float16. What is beyond its range becomes infinite, and the results of

@@ -109,8 +109,8 @@ __device__ __forceinline__ void mma_kq(float (&scores)[4], const HeadRow<S>& row
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned a[4];
-                S::Cached::decode_halves(bytes[2 * i], a[0], a[2]);
-                S::Cached::decode_halves(bytes[2 * i + 1], a[1], a[3]);
+                S::Cached::template decode_halves<false>(bytes[2 * i], a[0], a[2]);
+                S::Cached::template decode_halves<false>(bytes[2 * i + 1], a[1], a[3]);
                 const unsigned(&words)[2] = row.words[step + i];
                 ptx::mma<typename S::Operand>(parts[i], a, words[0], words[1]);
             }
@@ -147,8 +147,8 @@ __device__ __forceinline__ void mma_vp(HeadState<S>& state, const float (&weight
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 unsigned a[4];
-                decode_across<typename S::Cached>(bytes[2 * i], a[0], a[1]);
-                decode_across<typename S::Cached>(bytes[2 * i + 1], a[2], a[3]);
+                S::Cached::template decode_halves<true>(bytes[2 * i], a[0], a[1]);
+                S::Cached::template decode_halves<true>(bytes[2 * i + 1], a[2], a[3]);
                 ptx::mma<T>(state.sums[column + i], a, b0, b1);
             }
         }

@@ -305,7 +305,7 @@ __device__ __forceinline__ void mma_qk_bytes(Scores<S>& scores, const HeadRow<S>
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 unsigned low, high;
-                S::Cached::decode_halves(bytes[i], low, high);
+                S::Cached::template decode_halves<false>(bytes[i], low, high);
 #pragma unroll
                 for (int f = 0; f < S::FRAGMENTS; ++f)
                     ptx::mma<typename S::Operand>(scores[f][2 * n + i / 2], a[f][i % 2], low, high);
@@ -519,8 +519,8 @@ __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     unsigned even[2], odd[2];
-                    decode_across<typename S::Cached>(bytes[2 * i], even[0], odd[0]);
-                    decode_across<typename S::Cached>(bytes[2 * i + 1], even[1], odd[1]);
+                    S::Cached::template decode_halves<true>(bytes[2 * i], even[0], odd[0]);
+                    S::Cached::template decode_halves<true>(bytes[2 * i + 1], even[1], odd[1]);
 #pragma unroll
                     for (int f = 0; f < S::FRAGMENTS; ++f) {
                         float(&sums)[S::HEAD_DIM / 8][4] = state.sums[f];
