@@ -9,7 +9,8 @@
 //
 // The products are those of float16, to which four bytes are converted in two to five instructions,
 // to bfloat16 in eight, which took longer than reading them. Queries become float16 as well (see
-// `as_half_operands`), and weights, multiplied by the scales of values, are at most 1 (`ValueLogs`).
+// `as_half_operands`), and weights, multiplied by the scales of values, are at most 1
+// (`ValueLogs`).
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -94,79 +95,5 @@ struct ByteRow {
         if (lane == 0) *scale_place = scale;
     }
 };
-
-// Copies rows of keys and values from `first_key` on, COPY_KEYS of them, to a tile whose part for
-// them is at `target`, restricted to the keys [begin, end). Rows from kv_end on become zero.
-//
-//   CHUNKS         of 16 bytes in a row
-//   PITCH          bytes from row to row of the tile
-//   keys, values   the first row in the cache
-//   row_stride     chunks from row to row there
-template <class S, int CHUNKS, int PITCH>
-__device__ __forceinline__ void copy_rows(unsigned target, const void* keys, const void* values,
-                                          int row_stride, int first_key, int begin, int end,
-                                          int kv_end) {
-    static_assert(S::COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
-    const int lane = threadIdx.x % 32;
-    const int lane_row = lane / CHUNKS;
-    const int lane_chunk = lane % CHUNKS;
-    const int origin = lane_row * row_stride + lane_chunk;
-    const uint4* const from_keys = static_cast<const uint4*>(keys) + origin;
-    const uint4* const from_values = static_cast<const uint4*>(values) + origin;
-    target += lane_row * PITCH + lane_chunk * 16;
-#pragma unroll
-    for (int i = 0; i < S::COPY_KEYS * CHUNKS / 32; ++i) {
-        // Rows and chunks relative to the lane's, the same for all lanes if they divide evenly.
-        const int index = i * 32 + (32 % CHUNKS == 0 ? 0 : lane);
-        const int row = index / CHUNKS - (32 % CHUNKS == 0 ? 0 : lane_row);
-        const int chunk = index % CHUNKS - (32 % CHUNKS == 0 ? 0 : lane_chunk);
-        const int key = first_key + lane_row + row;
-        const bool copied = (begin == 0 || key >= begin) && (end == ALL_KEYS || key < end);
-        const bool valid = key < kv_end;
-        const unsigned place = target + row * PITCH + chunk * 16;
-        const int source = row * row_stride + chunk;
-        ptx::copy_async_if(copied, place, from_keys + source, valid);
-        ptx::copy_async_if(copied, place + S::TILE * 2, from_values + source, valid);
-    }
-}
-
-// Copies this warp's part of a tile of keys and values, restricted to the keys [begin, end), with
-// their scales. Rows and scales past the sequence become zero: their weight is 0, but the cache may
-// contain NaN there.
-template <class S>
-__device__ __forceinline__ void load_byte_tile(typename S::Element* keys,
-                                               const Arguments<typename S::Element>& args,
-                                               int kv_head, int kv_end, int tile, int page,
-                                               int begin, int end) {
-    constexpr int SCALE_CHUNKS = S::COPY_KEYS / 8;  // of 16 bytes, of keys and of values each
-    static_assert(S::COPY_KEYS % 8 == 0, "whole chunks of scales");
-    const int lane = threadIdx.x % 32;
-    const int row_stride = args.num_kv_heads * S::HEAD_DIM;
-    const int first_row = S::first_key();
-    const int first_key = tile * S::KEYS + first_row;
-    const int offset = first_key & ((1 << args.block_shift) - 1);  // in the block
-    const long long block = page * args.block_stride;
-    using Bytes = const unsigned char*;
-    const Bytes k_block = reinterpret_cast<Bytes>(args.k_cache) + block;
-    const Bytes v_block = reinterpret_cast<Bytes>(args.v_cache) + block;
-    const long long origin = static_cast<long long>(offset) * row_stride + kv_head * S::HEAD_DIM;
-    const unsigned target = ptx::shared_address(keys);
-    constexpr int PITCH = byte_pitch(S::HEAD_DIM);
-    copy_rows<S, S::HEAD_DIM / 16, PITCH>(target + first_row * PITCH, k_block + origin,
-                                          v_block + origin, row_stride / 16, first_key, begin, end,
-                                          kv_end);
-    // Scales of 8 keys are copied with the last of them, so once.
-    const int row = lane % SCALE_CHUNKS * 8;
-    const int key = first_key + row;
-    const bool copied = lane < 2 * SCALE_CHUNKS && key + 7 >= begin && key + 7 < end;
-    const bool of_values = lane / SCALE_CHUNKS % 2 == 1;
-    const unsigned place = target + (of_values ? S::TILE * 2 : 0) +
-                           S::KEYS * byte_pitch(S::HEAD_DIM) + (first_row + row) * 2;
-    const long long scales =
-        scales_offset(1 << args.block_shift, args.num_kv_heads, S::HEAD_DIM) +
-        (static_cast<long long>(kv_head) << args.block_shift) * 2 + (offset + row) * 2;
-    ptx::copy_part_async_if(copied, place, (of_values ? v_block : k_block) + scales,
-                            min(max(kv_end - key, 0), 8) * 2);
-}
 
 }  // namespace attention
