@@ -733,7 +733,10 @@ def rope_write_kv(
     if rope.kept is not None:
         k, v, slots = (values.index_select(0, rope.kept) for values in (k, v, slots))
     transformer.write_kv(k, v, kv.k_cache, kv.v_cache, slots)
-    q_out.copy_(qk[:, :num_heads])
+    q = qk[:, :num_heads]
+    if kv_quantization.holds_spread_keys(kv.k_cache):
+        q = kv_quantization.spread_queries(q)
+    q_out.copy_(q)
 
 
 def _read(cache: KVMemory, blocks: Tensor, dtype: torch.dtype) -> Tensor:

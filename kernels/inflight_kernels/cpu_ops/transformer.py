@@ -97,10 +97,10 @@ def write_kv(
     k: Tensor, v: Tensor, k_cache: KVMemory, v_cache: KVMemory, slot_mapping: Tensor
 ) -> None:
     """See `torch_ops.transformer.write_kv`."""
+    if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
+        definitions.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
     for rows, cache in ((k, k_cache), (v, v_cache)):
-        if isinstance(cache, QuantizedKV):
-            definitions.write_rows(rows, cache, slot_mapping)
-            continue
         count, heads, dim = rows.shape
         _functions().write_rows(
             rows.data_ptr(),

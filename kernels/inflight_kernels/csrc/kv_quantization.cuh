@@ -158,6 +158,40 @@ __device__ __forceinline__ unsigned encode_word(const float* values, float inver
     return word;
 }
 
+// Keys of Int8 and their queries are spread: blocks of columns of a head are Hadamard transformed,
+// by butterflies of columns that are 1, 2, 4 and so on apart in either half of the head, and then
+// of those across from each other. The order is the same in each kernel, as a key's bytes must not
+// depend on it.
+
+// x, y -> their sum and their difference.
+__device__ __forceinline__ void butterfly(float& x, float& y) {
+    const float sum = x + y;
+    y = x - y;
+    x = sum;
+}
+
+// The same of lanes so far apart. All lanes of the warp must call it.
+__device__ __forceinline__ float butterfly_of_lanes(float x, int distance) {
+    const float other = __shfl_xor_sync(0xffffffffu, x, distance);
+    return fmaf(threadIdx.x & distance ? -1.0f : 1.0f, x, other);
+}
+
+// Log 2 of the columns of a block.
+__device__ constexpr int spread_bits(int head_dim) {
+    const int half = head_dim / 2;
+    int bits = 1;
+    while (half >> bits << bits == half) bits++;
+    return bits;
+}
+
+// What products grow by is taken off by powers of two.
+__device__ constexpr float spread_factor_of_q(int head_dim) {
+    return 1.0f / static_cast<float>(1 << spread_bits(head_dim) / 2);
+}
+__device__ constexpr float spread_factor_of_k(int head_dim) {
+    return 1.0f / static_cast<float>(1 << (spread_bits(head_dim) + 1) / 2);
+}
+
 // Where the scales [num_kv_heads, block_size] of a block begin, in bytes from its begin.
 __device__ __forceinline__ long long scales_offset(int block_size, int num_kv_heads, int head_dim) {
     return static_cast<long long>(block_size) * num_kv_heads * head_dim;

@@ -9,6 +9,11 @@ A block of keys, or of values, starts with its bytes [block_size, G, D]; the sca
 whatever moves a block moves its scales. Scales have two bytes, for the least memory and because
 those of 8 tokens of a head are then one 16-byte load of attention; and tokens are innermost, as
 attention reads one head of consecutive tokens.
+
+An INT8 vector has one step for all of its values, which the largest one sets. Keys have a few large
+columns, so before they are rounded, keys and queries are spread over all columns by a Hadamard
+transform (QuaRot, arXiv:2404.00456), which leaves their products as they are. e4m3 has steps for
+each value by itself, and gains nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +51,55 @@ class QuantizedKV:
 
 KVMemory = Tensor | QuantizedKV
 """The keys, or the values, of a layer: [num_blocks, block_size, G, D] floats, or 8 bits."""
+
+
+def holds_spread_keys(keys: KVMemory) -> bool:
+    """Whether a layer's keys are spread, so that queries have to be."""
+    return isinstance(keys, QuantizedKV) and keys.values.dtype == torch.int8
+
+
+def spread_queries(q: Tensor) -> Tensor:
+    """Queries [..., D] for keys of `spread_keys`."""
+    return _spread(q, _spread_bits(q.shape[-1]) // 2).to(q.dtype)
+
+
+def spread_keys(k: Tensor) -> Tensor:
+    """Keys [..., D] as they are rounded to INT8, in float32 or float64.
+
+    Their products with `spread_queries` are those of before. Sums of n columns are 2^b times as
+    long with b = log2(n), of which each side takes one half off: powers of two, so that neither
+    loses a bit.
+    """
+    bits = _spread_bits(k.shape[-1])
+    return _spread(k, bits - bits // 2)
+
+
+def _spread_bits(head_dim: int) -> int:
+    """Log 2 of the columns that are spread over each other: a block of either half of a head. For a
+    head dim that is a power of two these are all."""
+    half = head_dim // 2
+    return (half & -half).bit_length()
+
+
+def _spread(x: Tensor, bits: int) -> Tensor:
+    """Hadamard transforms of blocks of columns, times 2^-bits.
+
+    Butterflies in the order of rope.cu: columns that are 1, 2, 4 and so on apart within a half,
+    then those across from each other, as RoPE pairs them.
+    """
+    head_dim = x.shape[-1]
+    half = head_dim // 2
+    x = (x if x.dtype == torch.float64 else x.float()).unflatten(-1, (2, half))
+    distance = 1
+    while half % (2 * distance) == 0:
+        x = _butterflies(x.unflatten(-1, (-1, 2, distance)), -2).flatten(-3)
+        distance *= 2
+    return _butterflies(x, -2).flatten(-2) * 2.0**-bits
+
+
+def _butterflies(pairs: Tensor, dim: int) -> Tensor:
+    first, second = pairs.unbind(dim)
+    return torch.stack((first + second, first - second), dim)
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -209,6 +209,8 @@ def write_kv(
     k: Tensor, v: Tensor, k_cache: KVMemory, v_cache: KVMemory, slot_mapping: Tensor
 ) -> None:
     """Write k and v [T, G, D] into slots [T] of a layer's cache, in place."""
+    if kv_quantization.holds_spread_keys(k_cache):
+        k = kv_quantization.spread_keys(k)
     write_rows(k, k_cache, slot_mapping)
     write_rows(v, v_cache, slot_mapping)
 
@@ -471,6 +473,8 @@ def attend(
     Scores become cap * tanh(score / cap) if there is a cap. Sinks [H] float32 are the scores of a
     further key of each head, whose value is 0 (arXiv:2309.17453).
     """
+    if kv_quantization.holds_spread_keys(k_cache):
+        q = kv_quantization.spread_queries(q)
     return attend_parts(
         q,
         plan,

@@ -280,7 +280,10 @@ class Written:
             q, _ = transformer.rms_norm(q, qk_norm.q_weight.double(), EPS)
             k, _ = transformer.rms_norm(k, qk_norm.k_weight.double(), EPS)
         cos, sin = (table[self.rope.positions].double() for table in (self.rope.cos, self.rope.sin))
-        return transformer.rotary(q, cos, sin), transformer.rotary(k, cos, sin), v
+        q, k = transformer.rotary(q, cos, sin), transformer.rotary(k, cos, sin)
+        if kv_quantization.holds_spread_keys(self.kv.k_cache):
+            q, k = kv_quantization.spread_queries(q), kv_quantization.spread_keys(k)
+        return q, k, v
 
 
 def make_written(
@@ -331,8 +334,8 @@ def test_a_step_is_written_as_by_the_definition(
     q, k, v = step.expected(qk_norm)
     assert relative_error(q_out.check(), q) < ROUNDING[torch.bfloat16]
     slots = step.rope.slot_mapping
-    # Values are only copied: the same bits. Keys are rotated in float32: now and then one rounds
-    # to the other neighbour, or a scale does.
+    # Values are only copied: the same bits. Keys are rotated, and spread for INT8, in float32: now
+    # and then one rounds to the other neighbour, or a scale does.
     values, scales = rows_of(step.kv.v_cache, slots)
     expected, expected_scales = quantize(v, dtype)
     assert torch.equal(scales, expected_scales)

@@ -133,8 +133,9 @@ def test_write_kv_and_copy_blocks_move_scales_with_their_values(dtype: torch.dty
     k, v = torch.randn(2, 3, NUM_HEADS, HEAD_DIM).unbind()
     ops.write_kv(k, v, k_cache, v_cache, torch.tensor([5, 23, 0]))
     ops.copy_blocks(k_data, torch.tensor([1, 5]), torch.tensor([3, 1]))
+    keys = kv_quantization.spread_keys(k) if dtype == torch.int8 else k
     for memory, rows, places in (
-        (k_cache, k, [(3, 1), (1, 3), (0, 0)]),
+        (k_cache, keys, [(3, 1), (1, 3), (0, 0)]),
         (v_cache, v, [(1, 1), (5, 3), (0, 0)]),
     ):
         found = kv_quantization.read_blocks(memory, torch.arange(NUM_BLOCKS), torch.float32)
@@ -178,4 +179,55 @@ def test_attention_of_8_bits_is_that_of_the_dequantised_values(
         np.array([[4, 0, 2], [1, 3, 5]]), np.array([0, 1, 5]), np.array([11, 9]), BLOCK_SIZE
     ).within(window)
     got = ops.attend(q, caches[0], caches[1], plan, 0.4, cap)
+    if dtype == torch.int8:
+        q = kv_quantization.spread_queries(q)
     torch.testing.assert_close(got, ops.attend(q, floats[0], floats[1], plan, 0.4, cap))
+
+
+# ---------------------------------------------------------------- keys that are spread
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "spread"), [(48, 16), (64, 64), (80, 16), (96, 32), (112, 16), (128, 128)]
+)
+def test_spread_queries_and_keys_have_the_products_of_before(head_dim: int, spread: int) -> None:
+    q, k = torch.randn(2, 7, 3, head_dim, dtype=torch.float64).unbind()
+    products = kv_quantization.spread_queries(q) @ kv_quantization.spread_keys(k).mT
+    torch.testing.assert_close(products, q @ k.mT)
+    one = torch.zeros(head_dim)
+    one[-1] = 1.0
+    assert int((kv_quantization.spread_keys(one) != 0).sum()) == spread
+
+
+def test_a_head_of_a_power_of_two_is_spread_by_sylvesters_matrix() -> None:
+    matrix = torch.ones(1, 1)
+    while len(matrix) < 64:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    eye = torch.eye(64)
+    assert torch.equal(kv_quantization.spread_queries(eye), matrix / 8)
+    assert torch.equal(kv_quantization.spread_keys(eye), matrix / 8)
+    eye = torch.eye(32)
+    assert torch.equal(kv_quantization.spread_queries(eye), matrix[:32, :32] / 4)
+    assert torch.equal(kv_quantization.spread_keys(eye), matrix[:32, :32] / 8)
+
+
+def test_keys_with_large_columns_lose_less_in_int8_when_they_are_spread() -> None:
+    """And so do scores: a large column sets the step of all others."""
+    q, k = torch.randn(2, 500, 128).unbind()
+    k[:, [3, 70]] *= 20.0
+    q[:, [3, 70]] /= 20.0
+    exact = q.double() @ k.double().T
+    plain = q @ restored(k, torch.int8).T
+    queries = kv_quantization.spread_queries(q)
+    better = queries @ restored(kv_quantization.spread_keys(k), torch.int8).T
+    errors = [float((found - exact).norm() / exact.norm()) for found in (plain, better)]
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_spread_alone_as_among_others(dtype: torch.dtype) -> None:
+    rows = torch.randn(9, 3, 96).to(dtype)
+    for spread in (kv_quantization.spread_queries, kv_quantization.spread_keys):
+        assert torch.equal(spread(rows)[4:5], spread(rows[4:5]))
+    assert kv_quantization.spread_queries(rows).dtype == dtype
+    assert kv_quantization.spread_keys(rows).dtype == torch.float32

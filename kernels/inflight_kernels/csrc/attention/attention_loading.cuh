@@ -1,4 +1,5 @@
-// Copies of queries, and of tiles of keys and values, to shared memory, and of queries to registers.
+// Copies of queries, and of tiles of keys and values, to shared memory, and of queries to
+// registers.
 #pragma once
 
 #include "attention/attention_bytes.cuh"
@@ -93,13 +94,12 @@ struct HeadRow {
                           typename IndicesUpTo<STEPS>::type());
         else
             load_from(reinterpret_cast<const unsigned*>(row) + threadIdx.x % 4,
-                  typename IndicesUpTo<STEPS>::type());
+                      typename IndicesUpTo<STEPS>::type());
     }
 
    private:
     template <int... STEP>
-    __device__ __forceinline__ void load_from(const unsigned* first,
-                                              Indices<STEP...>) {
+    __device__ __forceinline__ void load_from(const unsigned* first, Indices<STEP...>) {
         ((words[STEP][0] = load_l2<STEP * 32>(first)), ...);
         ((words[STEP][1] = load_l2<STEP * 32 + 16>(first)), ...);
     }
@@ -222,9 +222,9 @@ __device__ __forceinline__ void load_byte_tile(typename S::Element* keys,
     const bool of_values = lane / SCALE_CHUNKS % 2 == 1;
     const unsigned place = target + (of_values ? S::TILE * 2 : 0) +
                            S::KEYS * byte_pitch(S::HEAD_DIM) + (first_row + row) * 2;
-    const long long scales =
-        scales_offset(1 << args.block_shift, args.num_kv_heads, S::HEAD_DIM) +
-        (static_cast<long long>(kv_head) << args.block_shift) * 2 + (offset + row) * 2;
+    const long long scales = scales_offset(1 << args.block_shift, args.num_kv_heads, S::HEAD_DIM) +
+                             (static_cast<long long>(kv_head) << args.block_shift) * 2 +
+                             (offset + row) * 2;
     ptx::copy_part_async_if(copied, place, (of_values ? v_block : k_block) + scales,
                             min(max(kv_end - key, 0), 8) * 2);
 }

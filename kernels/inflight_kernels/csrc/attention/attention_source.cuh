@@ -210,6 +210,7 @@ template <class S, bool NORM>
 struct Rotated<S, NORM, true> {
     using T = typename S::Element;
     static constexpr bool ROTATES = true;
+    static constexpr bool SPREADS = SAME<typename S::Cached, Int8>;
     static constexpr int HALF = S::HEAD_DIM / 2;
     static constexpr int HALF_STEPS = S::HEAD_DIM / 32;
     // A warp's floats in the memory of the sums, which is free until a unit is finished.
@@ -284,6 +285,7 @@ struct Rotated<S, NORM, true> {
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
             T* const tile = i == 0 ? keys : values;
+            if (SPREADS && i == 0) spread(four);
             const ByteRow<S> bytes(four);
             bytes.store(reinterpret_cast<unsigned char*>(tile) + row * byte_pitch(S::HEAD_DIM),
                         scales_of<S>(tile) + row);
@@ -335,9 +337,12 @@ struct Rotated<S, NORM, true> {
         const bool is_key = has_key && index == unit.num_rows;
         float scale = 1.0f;
         if (NORM) scale = rsqrtf(sum_of_squares(row) / S::HEAD_DIM + projection.eps);
+        float lows[HALF_STEPS][4], highs[HALF_STEPS][4];
 #pragma unroll
         for (int step = 0; step < HALF_STEPS; ++step) {
-            float a[4], b[4], c[4], s[4];
+            float c[4], s[4];
+            float(&a)[4] = lows[step];
+            float(&b)[4] = highs[step];
             unpack_four(row.words[step], a);
             unpack_four(row.words[step + HALF_STEPS], b);
             load_floats(floats + COS + step * 16, c);
@@ -358,12 +363,76 @@ struct Rotated<S, NORM, true> {
                 b[i] = sum_of_products(b[i], c[i], a[i], s[i]);
                 a[i] = turned;
             }
-            pack_four(a, row.words[step]);
-            pack_four(b, row.words[step + HALF_STEPS]);
             if (!is_key) continue;
             store_vector(floats + KEY + step * 16, pack<float>(a));
             store_vector(floats + KEY + HALF + step * 16, pack<float>(b));
         }
+        if constexpr (SPREADS) spread(lows, highs);
+#pragma unroll
+        for (int step = 0; step < HALF_STEPS; ++step) {
+            pack_four(lows[step], row.words[step]);
+            pack_four(highs[step], row.words[step + HALF_STEPS]);
+        }
+    }
+
+    // Spreads a row of q, of which four lanes have four of each 16 columns.
+    __device__ __forceinline__ static void spread(float (&lows)[HALF_STEPS][4],
+                                                  float (&highs)[HALF_STEPS][4]) {
+#pragma unroll
+        for (int step = 0; step < HALF_STEPS; ++step) {
+            spread_within(lows[step]);
+            spread_within(highs[step]);
+#pragma unroll
+            for (int distance = 1; distance < 4; distance *= 2)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    lows[step][i] = butterfly_of_lanes(lows[step][i], distance);
+                    highs[step][i] = butterfly_of_lanes(highs[step][i], distance);
+                }
+        }
+#pragma unroll
+        for (int distance = 1; HALF_STEPS % (2 * distance) == 0; distance *= 2)
+#pragma unroll
+            for (int step = 0; step < HALF_STEPS; ++step)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if ((step & distance) == 0) {
+                        butterfly(lows[step][i], lows[step + distance][i]);
+                        butterfly(highs[step][i], highs[step + distance][i]);
+                    }
+#pragma unroll
+        for (int step = 0; step < HALF_STEPS; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                butterfly(lows[step][i], highs[step][i]);
+                lows[step][i] *= spread_factor_of_q(S::HEAD_DIM);
+                highs[step][i] *= spread_factor_of_q(S::HEAD_DIM);
+            }
+    }
+
+    // Spreads a key, of which each of the first lanes has four columns.
+    __device__ __forceinline__ static void spread(float (&four)[4]) {
+        constexpr int HALF_LANES = HALF / 4, BLOCK_LANES = (HALF & -HALF) / 4;
+        const int lane = threadIdx.x % 32;
+        const bool upper = lane >= HALF_LANES;
+        spread_within(four);
+#pragma unroll
+        for (int distance = 1; distance < BLOCK_LANES; distance *= 2)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) four[i] = butterfly_of_lanes(four[i], distance);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float across =
+                __shfl_sync(FULL_WARP, four[i], upper ? lane - HALF_LANES : lane + HALF_LANES);
+            four[i] = fmaf(upper ? -1.0f : 1.0f, four[i], across) * spread_factor_of_k(S::HEAD_DIM);
+        }
+    }
+
+    __device__ __forceinline__ static void spread_within(float (&four)[4]) {
+        butterfly(four[0], four[1]);
+        butterfly(four[2], four[3]);
+        butterfly(four[0], four[2]);
+        butterfly(four[1], four[3]);
     }
 
     // In the order of rope.cu: there, a lane adds the squares of 8 columns of the first half and of

@@ -22,6 +22,29 @@ __device__ float largest_of(const float (&a)[N], const float (&b)[N]) {
     return __uint_as_float(largest);
 }
 
+// Spreads a head, of which each of LANES lanes has N columns of the first half and those across
+// from them (see kv_quantization.cuh). All lanes of the warp must call it.
+template <int LANES, int N>
+__device__ void spread(float (&a)[N], float (&b)[N]) {
+#pragma unroll
+    for (int distance = 1; distance < N; distance *= 2)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if ((j & distance) == 0) {
+                butterfly(a[j], a[j + distance]);
+                butterfly(b[j], b[j + distance]);
+            }
+#pragma unroll
+    for (int distance = 1; distance < (LANES & -LANES); distance *= 2)
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            a[j] = butterfly_of_lanes(a[j], distance);
+            b[j] = butterfly_of_lanes(b[j], distance);
+        }
+#pragma unroll
+    for (int j = 0; j < N; j++) butterfly(a[j], b[j]);
+}
+
 // Writes values, multiplied by the inverse of their scale, as bytes; zeros if that is 0.
 template <typename C, int N>
 __device__ void store_bytes(C* target, const float (&values)[N], float inverse) {
@@ -39,7 +62,8 @@ __device__ void store_bytes(C* target, const float (&values)[N], float inverse) 
 // (common.cuh), and the next kernel has much to do before its wait.
 //
 // C is the type of the cache: T, or a byte of kv_quantization.cuh, whose strides are in bytes. The
-// lanes of a head then share their largest magnitude, and the first one writes the scale.
+// lanes of a head then share their largest magnitude, and the first one writes the scale. For Int8,
+// q and k are spread.
 template <typename T, typename C, int D, bool NORM>
 __global__ void __launch_bounds__(512)
     rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, C* k_cache,
@@ -140,6 +164,24 @@ __global__ void __launch_bounds__(512)
             store_vector(target + column, pack<T>(a));
             store_vector(target + column + HALF, pack<T>(b));
         } else {
+            if constexpr (SAME<C, Int8>) {
+                if (__any_sync(FULL_WARP, rotated)) {
+                    float spread_a[N], spread_b[N];
+#pragma unroll
+                    for (int j = 0; j < N; j++) {
+                        spread_a[j] = a[j];
+                        spread_b[j] = b[j];
+                    }
+                    spread<LANES>(spread_a, spread_b);
+                    const float factor =
+                        head < num_heads ? spread_factor_of_q(D) : spread_factor_of_k(D);
+#pragma unroll
+                    for (int j = 0; j < N; j++) {
+                        a[j] = rotated ? spread_a[j] * factor : a[j];
+                        b[j] = rotated ? spread_b[j] * factor : b[j];
+                    }
+                }
+            }
             const __half scale = scale_of<C>(largest_of<GROUP>(a, b));
             if (!mine) continue;
             if (head < num_heads) {
