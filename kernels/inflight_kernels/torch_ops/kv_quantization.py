@@ -66,9 +66,9 @@ def spread_queries(q: Tensor) -> Tensor:
 def spread_keys(k: Tensor) -> Tensor:
     """Keys [..., D] as they are rounded to INT8, in float32 or float64.
 
-    Their products with `spread_queries` are those of before. Sums of n columns are 2^b times as
-    long with b = log2(n), of which each side takes one half off: powers of two, so that neither
-    loses a bit.
+    Their products with `spread_queries` are those of before. Unscaled, the transforms would multiply
+    them by the number of columns of a block; each side takes about half of that power of two off,
+    which loses no bit.
     """
     bits = _spread_bits(k.shape[-1])
     return _spread(k, bits - bits // 2)
@@ -87,19 +87,20 @@ def _spread(x: Tensor, bits: int) -> Tensor:
     Butterflies in the order of rope.cu: columns that are 1, 2, 4 and so on apart within a half,
     then those across from each other, as RoPE pairs them.
     """
-    head_dim = x.shape[-1]
-    half = head_dim // 2
-    x = (x if x.dtype == torch.float64 else x.float()).unflatten(-1, (2, half))
+    shape = x.shape
+    half = shape[-1] // 2
+    x = x if x.dtype == torch.float64 else x.float()
     distance = 1
     while half % (2 * distance) == 0:
-        x = _butterflies(x.unflatten(-1, (-1, 2, distance)), -2).flatten(-3)
+        x = _butterflies(x.reshape(-1, 2, distance))
         distance *= 2
-    return _butterflies(x, -2).flatten(-2) * 2.0**-bits
+    return _butterflies(x.reshape(-1, 2, half)).view(shape) * 2.0**-bits
 
 
-def _butterflies(pairs: Tensor, dim: int) -> Tensor:
-    first, second = pairs.unbind(dim)
-    return torch.stack((first + second, first - second), dim)
+def _butterflies(pairs: Tensor) -> Tensor:
+    """Sums and differences of vectors [n, 2, width] that are beside each other."""
+    first, second = pairs.unbind(1)
+    return torch.stack((first + second, first - second), 1)
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
