@@ -95,7 +95,10 @@ class Decoder:
         self.dtype = dtype
         self.features: Tensor | None = None
         self._aux_layers: tuple[int, ...] = ()
-        self._ropes = RotaryTables(spec, max_len, dtype)
+        is_latent = any(attention.latent is not None for attention in spec.attentions)
+        # As on GPUs, keys that are rounded to 8 bits are not rounded to bfloat16 before.
+        in_bytes = kv_cache_dtype in ("fp8", "int8") and not is_latent
+        self._ropes = RotaryTables(spec, max_len, torch.float32 if in_bytes else dtype)
         found = cpu_format(checkpoint, quantization, keeps_groups=has_kernels())
         self.weights: ModelWeights[CpuWeight, CpuExperts, CpuEmbedding] = load_weights(
             checkpoint,
@@ -254,12 +257,12 @@ class Decoder:
         """Input [T, hidden_size] -> q [T, H, D], k and v [T, G, D], q and k rotated."""
         heads = weights.qkv(x).view(x.shape[0], -1, attention.head_dim)
         num_heads, num_qk = attention.num_heads, attention.num_heads + attention.num_kv_heads
-        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        qk, v = heads[:, :num_qk].to(cos.dtype), heads[:, num_qk:]
         if attention.norm_after_rope:
             qk = self._qk_norm(self._ops.rotary(qk, cos, sin), attention, weights)
         else:
             qk = self._ops.rotary(self._qk_norm(qk, attention, weights), cos, sin)
-        q = qk[:, :num_heads]
+        q = qk[:, :num_heads].to(x.dtype)
         if attention.query_scaling is not None:
             q = q * _query_scales(attention.query_scaling, positions, q.dtype)
         return q, qk[:, num_heads:], v

@@ -66,9 +66,9 @@ def spread_queries(q: Tensor) -> Tensor:
 def spread_keys(k: Tensor) -> Tensor:
     """Keys [..., D] as they are rounded to INT8, in float32 or float64.
 
-    Their products with `spread_queries` are those of before. Unscaled, the transforms would multiply
-    them by the number of columns of a block; each side takes about half of that power of two off,
-    which loses no bit.
+    Their products with `spread_queries` are those of before. Unscaled, the transforms would
+    multiply them by the number of columns of a block; each side takes about half of that power of
+    two off, which loses no bit.
     """
     bits = _spread_bits(k.shape[-1])
     return _spread(k, bits - bits // 2)

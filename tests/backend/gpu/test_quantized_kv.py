@@ -23,6 +23,9 @@ each_dtype = pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 
 # Of log probabilities, where bfloat16 rounds differently, and bytes with it: by up to 1/16 in e4m3.
 TOLERANCES = {"fp8": 0.5, "int8": 0.1}
+# Beside the CPU, which rounds at other places: in this model, INT8 on a CPU in bfloat16 is up to
+# 0.19 from float32 without it.
+CPU_TOLERANCES = {"fp8": 0.5, "int8": 0.25}
 
 
 def model(folder: Path, head_dim: int, name: str = "5 of 6 layers") -> Checkpoint:
@@ -168,4 +171,4 @@ def test_log_probabilities_are_those_of_the_cpu(tmp_path: Path, kv_dtype: str) -
         )
         found[device] = first_logprobs(engine, wanted)
     for ours, cpu in zip(found["gpu"], found["cpu"], strict=True):
-        assert abs(ours - cpu) < TOLERANCES[kv_dtype], found
+        assert abs(ours - cpu) < CPU_TOLERANCES[kv_dtype], found

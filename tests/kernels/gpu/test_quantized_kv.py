@@ -121,17 +121,18 @@ def test_values_may_differ_by_orders_of_magnitude(step: str, dtype: torch.dtype)
 
 
 @each_type
-def test_queries_beyond_float16_become_its_largest(dtype: torch.dtype) -> None:
+def test_queries_beyond_float16_stay_visible_and_hurt_no_other_chunk(dtype: torch.dtype) -> None:
     plain = make_step(*STEPS["decode"], num_heads=32, num_kv_heads=8)
-    plain.q[:, :, 5] = 1e30
     plain.scale = 1e-5
+    plain.q[:, :, 5] = 6e4
     made = quantized(plain, dtype)
-    out = made.run()
-    made.plain.q = plain.q.clamp(max=65504)
-    assert error(out, made.plain.definition()) < BOUND[torch.bfloat16]
-    plain.q[-1, :, 7] = torch.inf
-    out = quantized(plain, dtype).run()
-    assert out[-1].isnan().all() and out[:-1].isfinite().all()
+    healthy = made.run()
+    assert error(healthy, made.plain.definition()) < BOUND[torch.bfloat16]
+    for damage in (1e5, torch.inf, torch.nan):
+        plain.q[-1, :, 7] = damage
+        out = made.run()
+        assert out[-1].isnan().all()
+        assert torch.equal(out[:-1], healthy[:-1])
 
 
 @each_type
