@@ -75,11 +75,16 @@ class RoundedCache(DynamicCache):
 
     def update(self, *keys_and_values: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values, *rest = keys_and_values
-        rounded = (
+        spreads = self._dtype == torch.int8
+        if spreads:
+            keys = kv_quantization.spread_keys(keys)
+        keys, values = (
             kv_quantization.dequantize(*kv_quantization.quantize(one, self._dtype), torch.float32)
             for one in (keys, values)
         )
-        return super().update(*rounded, *rest, **options)
+        if spreads:  # its own inverse
+            keys = kv_quantization.spread_queries(keys)
+        return super().update(keys, values, *rest, **options)
 
 
 @torch.inference_mode()
