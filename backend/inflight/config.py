@@ -194,8 +194,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Setting(
             "Of keys and values. `fp8` (e4m3) and `int8` store a byte for each, and a float16 "
             "scale for each head of a token, which is computed from its values: half of "
-            "bfloat16's memory and a little more, thus about twice as many sequences. `int8` is the "
-            "more accurate one in all models measured. The KV cache of a drafter has the same "
+            "bfloat16's memory and a little more, thus about twice as many sequences. `int8` is "
+            "the more accurate one in all models measured. The KV cache of a drafter has the same "
             "type.",
             default="that of `dtype`",
         ),

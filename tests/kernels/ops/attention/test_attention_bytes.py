@@ -356,3 +356,8 @@ def test_each_byte_is_decoded_exactly() -> None:
     assert (e4m3 == np.where(codes & 128, -magnitude, magnitude))[finite].all()
     int8 = bfloat16(codes & 0x7F | 0x4300) - bfloat16(codes & 0x80 | 0x4300)
     assert (int8 == codes.astype(np.uint8).view(np.int8)).all()
+    # As float16 without the instruction for it, and INT8 everywhere.
+    halves = (upper & 0x8000 | upper >> 1 & 0x3F80).astype(np.uint16).view(np.float16)
+    assert (halves * np.float16(256.0) == e4m3)[finite].all()
+    raised = (codes ^ 0x80 | 0x6400).astype(np.uint16).view(np.float16)
+    assert (raised - np.array(0x6480, np.uint16).view(np.float16) == int8).all()
