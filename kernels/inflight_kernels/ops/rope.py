@@ -169,7 +169,8 @@ def rope_write_kv(
     """Rotate q -> q_out and k -> its slots (arXiv:2104.09864, halves as pairs); v -> its slots.
 
     Equivalent to `torch_ops.transformer.rms_norm` of each head of q and k if there is a qk_norm,
-    then `torch_ops.transformer.rotary` of both, then `torch_ops.transformer.write_kv`.
+    then `torch_ops.transformer.rotary` of both, then `torch_ops.transformer.write_kv`. For a cache
+    in INT8, q_out is `torch_ops.kv_quantization.spread_queries` of q.
 
     Args:
         qkv: [T, (H + 2 * G) * D], each row q, then k, then v; rows may be strided.

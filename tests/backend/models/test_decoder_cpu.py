@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV2Config
 
+import family
+import latents
 import tiny
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import KVDtype
 from inflight.models import decoder_cpu
 from inflight.models.decoder_cpu import Decoder
 from inflight.models.layers.cpu_ops import cpu_ops
@@ -204,6 +207,26 @@ def test_bfloat16_is_close_to_float32(tiny_llama: Checkpoint) -> None:
     assert rough.dtype == torch.float32
     # Two layers at 8 bits of mantissa: a few percent of the logits' spread.
     assert (rough - exact).square().mean().sqrt() < 0.025 * exact.std()
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latents"])
+def test_bfloat16_with_a_cache_of_8_bits_is_close_to_float32_with_one(
+    tiny_llama: Checkpoint, tmp_path: Path, kv_dtype: KVDtype, latent: bool
+) -> None:
+    checkpoint = tiny_llama
+    if latent:
+        settings = family.SHAPE | latents.SHAPE | latents.EXPERTS | {"pad_token_id": 0}
+        model = family.make(DeepseekV2Config(**settings), deviation=0.05)
+        checkpoint = family.write_folder(model, tmp_path)
+    step = (PROMPT, 0, len(PROMPT), blocks_for(len(PROMPT)))
+
+    def logits(dtype: torch.dtype) -> torch.Tensor:
+        model = load(checkpoint, dtype=dtype, kv_cache_dtype=kv_dtype)
+        return Paged(model, dtype, kv_dtype).run(step)[0]
+
+    exact = logits(torch.float32)
+    assert (logits(torch.bfloat16) - exact).square().mean().sqrt() < 0.1 * exact.std()
 
 
 def test_progress_rises_to_one(tiny_llama: Checkpoint) -> None:

@@ -205,7 +205,7 @@ struct Rotated {
 // The same for a cache of 8 bits, with the bytes and scales that rope.cu writes. Keys are quantised
 // before they are rounded to T, and by all lanes instead of the four that rotate one: they pass
 // through shared memory, where cosines, sines and weights are as well. In registers, these would be
-// kept throughout the main loop.
+// kept throughout the main loop. Those of Int8 are spread, as its queries are (kv_quantization.cuh).
 template <class S, bool NORM>
 struct Rotated<S, NORM, true> {
     using T = typename S::Element;

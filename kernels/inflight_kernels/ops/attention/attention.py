@@ -115,7 +115,8 @@ def attend(
     Blocks past a chunk's keys are not read, so their content is arbitrary.
 
     Args:
-        q: [T, H, D]; tokens may be strided, as in a slice of [T, (H + 2 * G) * D].
+        q: [T, H, D]; tokens may be strided, as in a slice of [T, (H + 2 * G) * D]. For a cache in
+            INT8 as `rope_write_kv` leaves it: spread.
         kv: of the layer.
         metadata: of the step.
         out: [T, H, D] or [T, H * D].
