@@ -34,7 +34,7 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
     rows, columns = matrix.shape
     size = matrix.itemsize
     strides = size * matrix.stride(0), size
-    return _encode(matrix.data_ptr(), (rows, columns), strides, box, l2_sector, SWIZZLE_128B)
+    return strided_map(matrix.data_ptr(), (rows, columns), strides, box, l2_sector, SWIZZLE_128B)
 
 
 _RECORD_PARTS, _RECORD_SIZE = 2, 8
@@ -55,12 +55,12 @@ def record_map(records: Tensor, num_tiles: int) -> object:
     shape = tiles, _RECORD_PARTS * chunks, part // _RECORD_SIZE
     strides = chunks * size, part, _RECORD_SIZE
     box = num_tiles, _RECORD_PARTS, part // _RECORD_SIZE
-    return _encode(records.data_ptr(), shape, strides, box, 256, _NO_SWIZZLE)
+    return strided_map(records.data_ptr(), shape, strides, box, 256, _NO_SWIZZLE)
 
 
 @cleared_by_recordings
 @functools.lru_cache(maxsize=4096)
-def _encode(
+def strided_map(
     address: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -68,7 +68,15 @@ def _encode(
     l2_sector: L2Sector,
     swizzle: Any,
 ) -> object:
-    """strides: in bytes; the last one is the size of a value."""
+    """A tensor map of values in device memory, to be passed to a kernel by value.
+
+    Args:
+        address: of the first value.
+        shape, box: of all values, and of those of a copy.
+        strides: in bytes; the last one is the size of a value.
+        l2_sector: see `matrix_map`.
+        swizzle: of chunks of 16 bytes in shared memory, as SWIZZLE_128B.
+    """
     if launched() is not None:
         return None
     values = _Values(address, shape, strides)

@@ -11,12 +11,9 @@ dispatch.py decides which kernel handles which chunks; planning.py launches the 
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import torch
-from cuda.core import TensorMapDescriptor
-from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from inflight_kernels.ops.attention.dispatch import (
@@ -59,8 +56,7 @@ from inflight_kernels.runtime.launch import (
     kernel,
     name_of,
 )
-from inflight_kernels.runtime.recording import cleared_by_recordings, launched
-from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
+from inflight_kernels.runtime.tensor_map import SWIZZLE_128B, strided_map
 
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
@@ -381,48 +377,14 @@ def _dequantize_name(head_dim: int, dtype: torch.dtype) -> str:
     return f"dequantize_prompts<{BYTE_TYPES[dtype]}, {head_dim}>"
 
 
-class _Memory:
-    """16-bit elements in device memory, for the CUDA array interface."""
-
-    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "typestr": "<f2",
-            "data": (pointer, False),
-            "shape": shape,
-            "strides": tuple(2 * stride for stride in strides),
-        }
-
-
-def _tensor_map(cache: Tensor) -> TensorMapDescriptor | None:
-    """[num_blocks, block_size / 8, G * D / 64, 8, 64]; a box is one KV head's rows of a block."""
+def _tensor_map(cache: Tensor) -> object:
+    """Of a cache in 16 bits, in pieces of 64 columns; a copy is one KV head's rows of a block."""
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-    return _encode(
-        cache.data_ptr(), num_blocks, block_size, num_kv_heads, head_dim, cache.stride(0)
-    )
-
-
-@cleared_by_recordings
-@functools.lru_cache(maxsize=4096)
-def _encode(
-    pointer: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_stride: int,
-) -> TensorMapDescriptor | None:
-    if launched() is not None:
-        return None
-    row = num_kv_heads * head_dim
-    shape = (num_blocks, block_size // 8, row // 64, 8, 64)
-    memory = _Memory(pointer, shape, (block_stride, 8 * row, 64, row, 1))
-    view = StridedMemoryView.from_cuda_array_interface(memory, -1)
-    return view.as_tensor_map(
-        (1, block_size // 8, head_dim // 64, 8, 64),
-        swizzle=SWIZZLE_128B,
-        l2_promotion=L2_PROMOTIONS[256],
-    )
+    row = 2 * num_kv_heads * head_dim
+    shape = num_blocks, block_size // 8, row // 128, 8, 64
+    strides = 2 * cache.stride(0), 8 * row, 128, row, 2
+    box = 1, block_size // 8, head_dim // 64, 8, 64
+    return strided_map(cache.data_ptr(), shape, strides, box, 256, SWIZZLE_128B)
 
 
 # ---------------------------------------------------------------- operands
