@@ -12,6 +12,37 @@ __device__ inline void cluster_sync_release() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The two halves of such a barrier.
+__device__ inline void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Write a value to the shared memory of a block of the cluster.
+__device__ inline void store_to(float4* place, int rank, const float4& value) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};\n"
+        "}" ::"r"(shared_address(place)),
+        "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+        : "memory");
+}
+
+__device__ inline void store_to(float2* place, int rank, const float2& value) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.v2.f32 [there], {%2, %3};\n"
+        "}" ::"r"(shared_address(place)),
+        "r"(rank), "f"(value.x), "f"(value.y)
+        : "memory");
+}
+
 // Read a value from the shared memory of a block of the cluster.
 __device__ inline unsigned load_from(const unsigned* place, int rank) {
     unsigned value;

@@ -38,6 +38,26 @@ def test_decodes_of_ragged_lengths(count: int, num_heads: int) -> None:
     check(make_latent_step([1] * count, ragged(count), num_heads=num_heads), max_q_len=1)
 
 
+@pytest.mark.parametrize("num_heads", [3, 8, 16])
+@pytest.mark.parametrize("count", [33, 50, 64, 66])
+@pytest.mark.parametrize("difference", [0, 1, 9, 40])
+def test_pairs_of_blocks_merge_the_pieces_of_a_unit(
+    difference: int, count: int, num_heads: int
+) -> None:
+    """For so many sequences units have two pieces, or of ragged ones, some have one or three."""
+    lengths = [900 + i * difference for i in range(count)]
+    made = make_latent_step([1] * count, lengths, num_heads=num_heads)
+    workspace = made.workspace(max_q_len=1)
+    plan(made.metadata(workspace, max_q_len=1, planned=True))
+    out = check(made, max_q_len=1)
+    for history_ready in (False, True):
+        for _ in range(10):
+            again = made.run(
+                workspace, max_q_len=1, planned=True, history_ready=history_ready, pdl=True
+            )
+            assert torch.equal(again, out)
+
+
 @pytest.mark.parametrize("num_heads", [16, 20, 32, 128])
 @pytest.mark.parametrize("step", STEPS)
 def test_steps_of_any_chunks(step: str, num_heads: int) -> None:

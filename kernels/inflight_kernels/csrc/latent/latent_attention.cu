@@ -4,7 +4,8 @@
 //
 // Units, items and shares are defined in attention_units.cuh; `plan` of attention_plan.cu creates
 // them, `attend_latents` processes a share per block. For a unit split across shares, each block
-// writes partial sums, and all of them merge a part each (latent_merge.cuh).
+// writes partial sums, and all of them merge a part each; or the two blocks of a cluster exchange
+// halves of theirs (latent_merge.cuh).
 #include "latent/latent_merge.cuh"
 #include "latent/latent_tile.cuh"
 
@@ -20,12 +21,11 @@
 //   history_ready   everything except q, and the keys of the tokens in q, was written before the
 //                   preceding kernel was launched
 template <class S>
-__global__ void __launch_bounds__(S::THREADS, 1)
-    attend_latents(const typename S::Element* q, const typename S::Element* cache,
-                   typename S::Element* out, const int* block_tables, long long q_stride,
-                   long long block_stride, int table_stride, int block_shift, int num_heads,
-                   float scale, const attention::Item* items, const attention::Share* shares,
-                   int* arrivals, float* slots, bool history_ready) {
+__device__ __forceinline__ void attend_share(
+    const typename S::Element* q, const typename S::Element* cache, typename S::Element* out,
+    const int* block_tables, long long q_stride, long long block_stride, int table_stride,
+    int block_shift, int num_heads, float scale, const attention::Item* items,
+    const attention::Share* shares, int* arrivals, float* slots, bool history_ready) {
     using namespace attention;
     using T = typename S::Element;
     constexpr int NO_WINDOW = 1 << 30;
@@ -36,12 +36,14 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     const LatentMemory<S> memory(shared_memory);
     const Slots<S> own_slots(slots);
 
+    if constexpr (S::PAIRED) cluster_arrive();
     if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
         // If no block waited, the next kernel's wait could return before the preceding kernels have
         // ended.
         pdl_wait();
+        if constexpr (S::PAIRED) cluster_wait();
         return;
     }
     WorkIterator<S> work;
@@ -50,33 +52,36 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     producer.begin(args, work);
 
     // For the first unit, history_ready data is read before the preceding kernels have ended: all
-    // keys except those of this step's tokens.
-    const int ready = history_ready ? work.unit.item.kv_len - work.unit.item.query_len : ALL_KEYS;
-    const int begun = min(producer.end - producer.tile, S::STAGES - 1);
+    // keys except those of this step's tokens. Otherwise its queries are requested before any key.
+    const int ready = history_ready ? work.unit.item.kv_len - work.unit.item.query_len : 0;
+    const int begun = history_ready ? min(producer.end - producer.tile, S::STAGES - 1) : 0;
 #pragma unroll 1
     for (int i = 0; i < begun; ++i)
         producer.load(memory.tiles, args, i, producer.tile + i, 0, ready);
     pdl_wait();
     pdl_launch_dependents();
+    QueryVectors<S> vectors;
+    if constexpr (S::QUERIES_IN_REGISTERS) {
+        vectors.load(args, work.unit);
+    } else {
+        copy_latent_queries<S>(memory.queries, args, work.unit);
+        ptx::commit_copies();
+    }
     LatentRows<S> rows;
-    const auto load_queries = [&](const Unit& unit) {
-        if constexpr (S::QUERIES_IN_REGISTERS) {
-            load_latent_rows<S>(rows, args, unit);
-        } else {
-            copy_latent_queries<S>(memory.queries, args, unit);
-            ptx::commit_copies();
-        }
-    };
-    load_queries(work.unit);
 #pragma unroll 1
     for (int i = 0; i < S::STAGES - 1; ++i) {
-        const int from = i < begun ? ready : 0;
         if (producer.has_more()) {
-            if (from < ALL_KEYS)
-                producer.load(memory.tiles, args, i, producer.tile, from, ALL_KEYS);
+            producer.load(memory.tiles, args, i, producer.tile, i < begun ? ready : 0, ALL_KEYS);
             producer.next(args);
         }
         ptx::commit_copies();
+        if (S::QUERIES_IN_REGISTERS && i == min(1, S::STAGES - 2)) {
+            // By way of a tile that is not copied yet, as all blocks may read the same queries.
+            T* const staged = memory.tiles + (S::STAGES - 1) * S::TILE;
+            vectors.store(staged);
+            __syncthreads();
+            take_latent_rows<S>(rows, staged);
+        }
     }
 
     LatentSums<S> sums;
@@ -118,10 +123,22 @@ __global__ void __launch_bounds__(S::THREADS, 1)
             __syncthreads();
             add_values<S>(sums, memory, keys);
         }
+        if constexpr (S::PAIRED) {
+            if (is_pair(share)) {
+                merge_pair<S>(args, unit, sums, state, memory, share.piece);
+                return;
+            }
+        }
         const bool is_over = work.left == 0;
         if (!is_over) {
             work.next(args);
-            load_queries(work.unit);  // arrive while the sums are written
+            // They arrive while the sums are written.
+            if constexpr (S::QUERIES_IN_REGISTERS) {
+                load_latent_rows<S>(rows, args, work.unit);
+            } else {
+                copy_latent_queries<S>(memory.queries, args, work.unit);
+                ptx::commit_copies();
+            }
         }
         leave_sums<S>(args, unit, sums, state, memory, own_slots);
         if (!unit.whole()) {
@@ -135,4 +152,39 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #pragma unroll 1
     for (int i = 0; i < num_splits; ++i)
         merge_split<S>(args, memory.splits[i], share, own_slots, arrivals, memory);
+    if constexpr (S::PAIRED) cluster_wait();
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    attend_latents(const typename S::Element* q, const typename S::Element* cache,
+                   typename S::Element* out, const int* block_tables, long long q_stride,
+                   long long block_stride, int table_stride, int block_shift, int num_heads,
+                   float scale, const attention::Item* items, const attention::Share* shares,
+                   int* arrivals, float* slots, bool history_ready) {
+    attend_share<S>(q, cache, out, block_tables, q_stride, block_stride, table_stride, block_shift,
+                    num_heads, scale, items, shares, arrivals, slots, history_ready);
+}
+
+#if __CUDA_ARCH__ >= 900
+#define CLUSTERS_OF_TWO __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTERS_OF_TWO
+#endif
+
+// The same with S::PAIRED, in clusters of two blocks: sm_90 and later.
+template <class S>
+__global__ void CLUSTERS_OF_TWO __launch_bounds__(S::THREADS, 1)
+    attend_latents_in_pairs(const typename S::Element* q, const typename S::Element* cache,
+                            typename S::Element* out, const int* block_tables, long long q_stride,
+                            long long block_stride, int table_stride, int block_shift,
+                            int num_heads, float scale, const attention::Item* items,
+                            const attention::Share* shares, int* arrivals, float* slots,
+                            bool history_ready) {
+#if __CUDA_ARCH__ >= 900
+    attend_share<S>(q, cache, out, block_tables, q_stride, block_stride, table_stride, block_shift,
+                    num_heads, scale, items, shares, arrivals, slots, history_ready);
+#else
+    __trap();
+#endif
 }

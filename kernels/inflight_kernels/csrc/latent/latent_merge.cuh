@@ -10,6 +10,7 @@
 // waits.
 #pragma once
 
+#include "cluster.cuh"
 #include "latent/latent_tile.cuh"
 
 namespace attention {
@@ -31,14 +32,13 @@ __device__ __forceinline__ void arrive(Split& split, const Unit& unit, const Sha
     split.is_last = before % count == count - 1;
 }
 
-// Adds up pieces of a unit, at POSITIONS places `step` apart; a place is four columns of a row.
+// Adds up pieces of a unit, at POSITIONS places `step` apart (see `slot_place`).
 // `group` of `groups` has every so many pieces, AT_ONCE of which are loaded together, as the L2
 // latency dominates.
 template <class S, int POSITIONS, int AT_ONCE>
 __device__ __forceinline__ void merge_pieces(Merged (&merged)[POSITIONS], const Slots<S>& slots,
-                                             const Blocks& blocks, int first, int step, int end,
-                                             int group, int groups) {
-    constexpr int QUARTERS = S::HEAD_DIM / 4;
+                                             const Blocks& blocks, int num_rows, int first,
+                                             int step, int end, int group, int groups) {
 #pragma unroll 1
     for (int b = blocks.first + group; b <= blocks.last; b += AT_ONCE * groups) {
         float2 states[POSITIONS][AT_ONCE];
@@ -48,12 +48,12 @@ __device__ __forceinline__ void merge_pieces(Merged (&merged)[POSITIONS], const 
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int place = first + p * step, piece = b + i * groups;
-                const int row = place / QUARTERS, column = place % QUARTERS * 4;
+                const int row = slot_place<S>(place).row;
                 const int slot = 2 * piece + (piece == blocks.first ? 1 : 0);
-                const bool exists = piece <= blocks.last && place < end;
+                const bool exists = piece <= blocks.last && place < end && row < num_rows;
                 states[p][i] = ptx::load_if(exists, slots.state(slot, row), -CUDART_INF_F);
                 parts[p][i] = ptx::load_if(
-                    exists, reinterpret_cast<const float4*>(slots.row(slot, row) + column));
+                    exists, reinterpret_cast<const float4*>(slots.row(slot, 0)) + place);
             }
 #pragma unroll
         for (int p = 0; p < POSITIONS; ++p) {
@@ -75,16 +75,24 @@ __device__ __forceinline__ void merge_part(const Arguments<typename S::Element>&
                                            const LatentMemory<S>& memory) {
     constexpr int QUARTERS = S::HEAD_DIM / 4, MANY = 4;
     const int count = blocks.last - blocks.first + 1;
-    const int size = (unit.num_rows * QUARTERS + count - 1) / count;
-    const int begin = rank * size, end = min(begin + size, unit.num_rows * QUARTERS);
-    const auto write = [&](int place, const Merged& merged) {
-        write_out<S>(args, unit, place / QUARTERS, place % QUARTERS * 4, merged);
+    const int size = (S::ROWS * QUARTERS + count - 1) / count;
+    const int begin = rank * size, end = min(begin + size, S::ROWS * QUARTERS);
+    const auto write = [&](int index, const Merged& merged) {
+        const SlotPlace place = slot_place<S>(index);
+        if (place.row >= unit.num_rows) return;
+        using T = typename S::Element;
+        const float inverse = merged.total > 0.0f ? 1.0f / merged.total : 0.0f;
+        const float4& sums = merged.sums;
+        T* const to = out_row<S>(args, unit, query_of<S>(args, unit, place.row)) + place.column;
+        *reinterpret_cast<unsigned*>(to) = ptx::pack<T>(sums.x * inverse, sums.y * inverse);
+        *reinterpret_cast<unsigned*>(to + 8) = ptx::pack<T>(sums.z * inverse, sums.w * inverse);
     };
     if (size > S::THREADS / 2) {
 #pragma unroll 1
         for (int first = begin + threadIdx.x; first < end; first += MANY * S::THREADS) {
             Merged merged[MANY];
-            merge_pieces<S, MANY, 2>(merged, slots, blocks, first, S::THREADS, end, 0, 1);
+            merge_pieces<S, MANY, 2>(merged, slots, blocks, unit.num_rows, first, S::THREADS, end,
+                                     0, 1);
 #pragma unroll
             for (int p = 0; p < MANY; ++p)
                 if (first + p * S::THREADS < end) write(first + p * S::THREADS, merged[p]);
@@ -98,7 +106,8 @@ __device__ __forceinline__ void merge_part(const Arguments<typename S::Element>&
     const int groups = S::THREADS / width;
     const int place = begin + threadIdx.x % width;
     Merged merged[1];
-    merge_pieces<S, 1, 8>(merged, slots, blocks, place, 0, end, threadIdx.x / width, groups);
+    merge_pieces<S, 1, 8>(merged, slots, blocks, unit.num_rows, place, 0, end, threadIdx.x / width,
+                          groups);
     __syncthreads();  // nothing else uses this memory any more
     sums[threadIdx.x] = merged[0].sums;
     states[threadIdx.x] = make_float2(merged[0].max, merged[0].total);
@@ -161,6 +170,71 @@ __device__ __forceinline__ void merge_split(const Arguments<typename S::Element>
         const int rank = own + i < count ? own + i : own + i - count;
         if (i == 0 || __syncthreads_or(load_l2(mark_of(rank)) == split.launch + 1))
             merge_part<S>(args, unit, slots, blocks, rank, memory);
+    }
+}
+
+// Whether the blocks of this cluster have the two pieces of a unit.
+__device__ __forceinline__ bool is_pair(const Share& share) {
+    return share.pieces == 2 && (blockIdx.x - share.piece) % 2 == 0;
+}
+
+// Merges the two pieces of a unit: of each fragment, the first half of the columns in the block
+// with the first piece, the second half in the other one. The cluster has arrived at a barrier once
+// before.
+template <class S>
+__device__ __forceinline__ void merge_pair(const Arguments<typename S::Element>& args,
+                                           const Unit& unit, const LatentSums<S>& sums,
+                                           const LatentState& state, const LatentMemory<S>& memory,
+                                           int rank) {
+    using T = typename S::Element;
+    constexpr int ROW_HALVES = S::ROWS / 8, COUNT = S::COLUMNS / 16;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float total = warp_sum<S::LANES>(state.total);
+    cluster_wait();  // the other block is running
+    if (threadIdx.x % S::LANES == 0) {
+        const int row = threadIdx.x / S::LANES;
+        memory.states[row] = make_float2(state.max, total);
+        store_to(memory.states + S::ROWS + row, rank ^ 1, make_float2(state.max, total));
+    }
+    // `n` counts the fragments of 8 columns in a half.
+    const auto sum_of = [&](int half, int row, int n, int e) {
+        const float first = sums[row / 2][n][row % 2 * 2 + e];
+        const float second = sums[row / 2][n + COUNT][row % 2 * 2 + e];
+        return half == 0 ? first : second;
+    };
+#pragma unroll
+    for (int row = 0; row < ROW_HALVES; ++row)
+#pragma unroll
+        for (int n = 0; n < COUNT; n += 2)
+            store_to(memory.others + (row * COUNT + n) / 2 * S::THREADS + threadIdx.x, rank ^ 1,
+                     make_float4(sum_of(rank ^ 1, row, n, 0), sum_of(rank ^ 1, row, n, 1),
+                                 sum_of(rank ^ 1, row, n + 1, 0), sum_of(rank ^ 1, row, n + 1, 1)));
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll
+    for (int i = 0; i < ROW_HALVES; ++i) {
+        const int row = i * 8 + lane / 4;
+        if (row >= unit.num_rows) continue;
+        const float2 own = memory.states[row], other = memory.states[S::ROWS + row];
+        // The same in both blocks.
+        const float largest = fmaxf(own.x, other.x);
+        const float origin = largest == -CUDART_INF_F ? 0.0f : largest;
+        const float weight = ptx::exp2(own.x - origin), their_weight = ptx::exp2(other.x - origin);
+        const float all = fmaf(own.y, weight, other.y * their_weight);
+        const float inverse = all > 0.0f ? 1.0f / all : 0.0f;
+        T* const out = out_row<S>(args, unit, query_of<S>(args, unit, row)) + warp * S::COLUMNS +
+                       rank * (S::COLUMNS / 2) + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < COUNT; n += 2) {
+            const float4 theirs = memory.others[(i * COUNT + n) / 2 * S::THREADS + threadIdx.x];
+            const auto merged = [&](int which, int e, float their) {
+                return fmaf(sum_of(rank, i, which, e), weight, their * their_weight) * inverse;
+            };
+            *reinterpret_cast<unsigned*>(out + n * 8) =
+                ptx::pack<T>(merged(n, 0, theirs.x), merged(n, 1, theirs.y));
+            *reinterpret_cast<unsigned*>(out + n * 8 + 8) =
+                ptx::pack<T>(merged(n + 1, 0, theirs.z), merged(n + 1, 1, theirs.w));
+        }
     }
 }
 

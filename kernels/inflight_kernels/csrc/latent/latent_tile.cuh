@@ -16,12 +16,14 @@
 
 namespace attention {
 
-// Tile shape of a block of threads. STAGES tiles of keys are in shared memory.
-template <typename Element_, int ROWS_, int STAGES_>
+// Tile shape of a block of threads. STAGES tiles of keys are in shared memory. PAIRED: clusters of
+// two blocks, which merge a unit of two pieces by way of each other's shared memory.
+template <typename Element_, int ROWS_, int STAGES_, bool PAIRED_ = false>
 struct LatentShape {
     using Element = Element_;
     static constexpr int ROWS = ROWS_;
     static constexpr int STAGES = STAGES_;
+    static constexpr bool PAIRED = PAIRED_;
     static constexpr int HEADS = 1;  // KV heads per unit
     static constexpr int KEYS = 32;
     static constexpr int KEY_DIM = latent::KEY;
@@ -39,7 +41,7 @@ struct LatentShape {
     static constexpr int KEY_PARTS = WARPS / DEPTHS / ROW_PARTS;
     static constexpr int SCORE_ROWS = ROWS / ROW_PARTS;
     static constexpr int SCORE_KEYS = KEYS / KEY_PARTS;
-    // Queries are kept in registers if they fit, and are then loaded there directly.
+    // Queries are kept in registers if they fit.
     static constexpr bool QUERIES_IN_REGISTERS = SCORE_ROWS == 16;
 
     static constexpr int LANES = THREADS / ROWS;      // threads of a row's softmax
@@ -87,6 +89,9 @@ struct LatentMemory {
     static constexpr int WEIGHT_BYTES = S::ROWS * S::WEIGHT_PITCH * 2;
     static constexpr int QUERY_BYTES = S::QUERIES_IN_REGISTERS ? 0 : S::ROWS * S::PITCH * 2;
     static constexpr int SPLIT_BYTES = 128;
+    // Half of the other block's sums, and the states of its rows and of the own ones.
+    static constexpr int EXCHANGE_BYTES =
+        S::PAIRED ? S::ROWS * S::HEAD_DIM / 2 * 4 + 2 * S::ROWS * 8 : 0;
     static_assert(2 * sizeof(Split) <= SPLIT_BYTES, "a share has two split units at most");
     static_assert(S::THREADS * 24 <= SCORE_BYTES, "merging uses the memory of scores");
 
@@ -97,6 +102,8 @@ struct LatentMemory {
     float* rescales;  // [ROWS]: factors of earlier sums
     float* inverses;  // [ROWS]: of the totals of a whole unit
     Split* splits;    // [2]
+    float4* others;   // [ROWS * HEAD_DIM / 8], from the other block of a pair
+    float2* states;   // [2, ROWS]: maxima and totals, of the own rows and of the other block's
 
     __device__ __forceinline__ explicit LatentMemory(unsigned char* memory) {
         const auto take = [&](int bytes) {
@@ -111,6 +118,8 @@ struct LatentMemory {
         rescales = reinterpret_cast<float*>(take(S::ROWS * 4));
         inverses = reinterpret_cast<float*>(take(S::ROWS * 4));
         splits = reinterpret_cast<Split*>(take(SPLIT_BYTES));
+        others = reinterpret_cast<float4*>(take(EXCHANGE_BYTES));
+        states = reinterpret_cast<float2*>(others + S::ROWS * S::HEAD_DIM / 8);
     }
 };
 
@@ -166,15 +175,66 @@ __device__ __forceinline__ void copy_latent_queries(typename S::Element* queries
 template <class S>
 using LatentRows = HeadRow<typename S::Slice>[2];
 
+// The same queries in vectors, on their way to shared memory. Rows that do not exist are zero.
+template <class S>
+struct QueryVectors {
+    static constexpr int CHUNKS = S::KEY_DIM / 8;
+    static constexpr int COUNT = (S::ROWS * CHUNKS + S::THREADS - 1) / S::THREADS;
+    uint4 vectors[COUNT];
+
+    __device__ __forceinline__ void load(const Arguments<typename S::Element>& args,
+                                         const Unit& unit) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int index = i * S::THREADS + threadIdx.x;
+            const int row = index / CHUNKS, chunk = index % CHUNKS;
+            vectors[i] = make_uint4(0, 0, 0, 0);
+            if (row < unit.num_rows)
+                vectors[i] = load_l2(reinterpret_cast<const uint4*>(
+                    query_row<typename S::QueryRow>(args, unit, row) + chunk * 8));
+        }
+    }
+    // Into the memory of a tile.
+    __device__ __forceinline__ void store(typename S::Element* queries) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int index = i * S::THREADS + threadIdx.x;
+            const int row = index / CHUNKS, chunk = index % CHUNKS;
+            if (row < S::ROWS) store_vector(queries + row * S::PITCH + chunk * 8, vectors[i]);
+        }
+    }
+};
+
+template <class S>
+__device__ __forceinline__ int first_latent_row() {
+    return S::ROW_PARTS == 1 ? 0 : threadIdx.x / 32 / S::DEPTHS * S::SCORE_ROWS;
+}
+
+// From queries in shared memory.
+template <class S>
+__device__ __forceinline__ void take_latent_rows(LatentRows<S>& rows,
+                                                 const typename S::Element* queries) {
+    const int lane = threadIdx.x % 32, depth = threadIdx.x / 32 % S::DEPTHS;
+    const unsigned base =
+        ptx::shared_address(queries + (first_latent_row<S>() + lane % 16) * S::PITCH +
+                            depth * S::DEPTH + lane / 16 * 8);
+#pragma unroll
+    for (int step = 0; step < S::DEPTH / 16; ++step) {
+        unsigned a[4];
+        ptx::load_matrices(a, base + step * 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rows[i % 2].words[step][i / 2] = a[i];
+    }
+}
+
 template <class S>
 __device__ __forceinline__ void load_latent_rows(LatentRows<S>& rows,
                                                  const Arguments<typename S::Element>& args,
                                                  const Unit& unit) {
-    const int warp = threadIdx.x / 32, depth = warp % S::DEPTHS;
-    const int first = S::ROW_PARTS == 1 ? 0 : warp / S::DEPTHS * S::SCORE_ROWS;
+    const int depth = threadIdx.x / 32 % S::DEPTHS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = first + half * 8 + threadIdx.x % 32 / 4;
+        const int row = first_latent_row<S>() + half * 8 + threadIdx.x % 32 / 4;
         if (row < unit.num_rows)
             rows[half].load(query_row<typename S::QueryRow>(args, unit, row) + depth * S::DEPTH);
         else
@@ -386,6 +446,22 @@ __device__ __forceinline__ void for_sums(const LatentSums<S>& sums, int num_rows
         }
 }
 
+// A slot has the sums in the order of threads' fragments, so that each warp writes and reads
+// adjacent vectors: of a row, two columns and those 8 further. Where place `index` of QUARTERS for
+// each row is in the unit.
+struct SlotPlace {
+    int row, column;
+};
+
+template <class S>
+__device__ __forceinline__ SlotPlace slot_place(int index) {
+    constexpr int PAIRS = S::COLUMNS / 16;
+    const int thread = index % S::THREADS, fragment = index / S::THREADS;
+    const int lane = thread % 32, warp = thread / 32;
+    const int eight_rows = fragment / PAIRS, pair = fragment % PAIRS;
+    return {eight_rows * 8 + lane / 4, warp * S::COLUMNS + pair * 16 + lane % 4 * 2};
+}
+
 // Writes the rows of a unit, to `out` or, if the unit is split, to a slot.
 template <class S>
 __device__ __forceinline__ void leave_sums(const Arguments<typename S::Element>& args,
@@ -409,9 +485,16 @@ __device__ __forceinline__ void leave_sums(const Arguments<typename S::Element>&
     const int slot = Slots<S>::own(unit);
     if (threadIdx.x % S::LANES == 0 && row < unit.num_rows)
         *slots.state(slot, row) = make_float2(state.max, total);
-    for_sums<S>(sums, unit.num_rows, [&](int row, int column, float2 pair) {
-        *reinterpret_cast<float2*>(slots.row(slot, row) + column) = pair;
-    });
+    float4* const place = reinterpret_cast<float4*>(slots.row(slot, 0)) + threadIdx.x;
+#pragma unroll
+    for (int f = 0; f < S::ROWS / 16; ++f)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int n = 0; n < S::COLUMNS / 8; n += 2)
+                place[((f * 2 + half) * (S::COLUMNS / 8) + n) / 2 * S::THREADS] =
+                    make_float4(sums[f][n][2 * half], sums[f][n][2 * half + 1],
+                                sums[f][n + 1][2 * half], sums[f][n + 1][2 * half + 1]);
 }
 
 }  // namespace attention

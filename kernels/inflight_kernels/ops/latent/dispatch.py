@@ -36,6 +36,7 @@ class LatentShape:
 
     rows: int
     stages: int
+    paired: bool = False
 
     stem = "latent_attention"
     heads = 1
@@ -50,16 +51,21 @@ class LatentShape:
         scores = _DEPTHS * self.rows * _KEYS * 4
         weights = self.rows * (_KEYS + 8) * 2
         factors = self.rows * 8
-        return self.stages * _KEYS * row + queries + scores + weights + factors + _SPLIT_BYTES
+        exchange = self.rows * (RANK // 2 * 4 + 2 * 8) if self.paired else 0
+        others = queries + scores + weights + factors + _SPLIT_BYTES + exchange
+        return self.stages * _KEYS * row + others
 
     def name(self, storage: str) -> str:
         """The kernel's name expression."""
-        return f"attend_latents<attention::LatentShape<{storage}, {self.rows}, {self.stages}>>"
+        shape = f"{storage}, {self.rows}, {self.stages}"
+        if self.paired:
+            return f"attend_latents_in_pairs<attention::LatentShape<{shape}, true>>"
+        return f"attend_latents<attention::LatentShape<{shape}>>"
 
 
 CANDIDATES = (
-    (LatentShape(16, 5), LatentShape(16, 4), LatentShape(16, 2)),
-    (LatentShape(32, 5), LatentShape(32, 3), LatentShape(32, 2)),
+    (LatentShape(16, 4, paired=True), LatentShape(16, 4), LatentShape(16, 2)),
+    (LatentShape(32, 4), LatentShape(32, 3), LatentShape(32, 2)),
     (LatentShape(64, 3),),
 )
 """Shapes by rows, the preferred ones first. The last one of 16 and of 32 rows fits in 100 KiB, the
@@ -67,21 +73,19 @@ shared memory per multiprocessor of compute capability 8.6, 8.9 and 12.x."""
 
 
 @functools.cache
-def shapes(shared_bytes: int) -> tuple[LatentShape, ...]:
-    """Shapes by ascending rows: the first one of the candidates that fit.
-
-    Args:
-        shared_bytes: shared memory per multiprocessor.
-    """
+def shapes(gpu: Gpu) -> tuple[LatentShape, ...]:
+    """Shapes by ascending rows: the first one of the candidates that a GPU supports."""
+    pairs = gpu.is_hopper and gpu.num_multiprocessors % 2 == 0
     found = []
     for candidates in CANDIDATES:
-        found += [shape for shape in candidates if fits(shape, shared_bytes)][:1]
+        supported = [shape for shape in candidates if pairs or not shape.paired]
+        found += [shape for shape in supported if fits(shape, gpu.shared_bytes)][:1]
     return tuple(found)
 
 
 def _with_rows(rows: int, gpu: Gpu) -> LatentShape:
     """The first shape with so many rows, or the one with most."""
-    found = shapes(gpu.shared_bytes)
+    found = shapes(gpu)
     return next((shape for shape in found if shape.rows >= rows), found[-1])
 
 
@@ -124,7 +128,7 @@ def _choose_shapes(
         rows: maximum rows of a chunk.
         num_chunks, num_heads, gpu, batch_invariant: see `parts`.
     """
-    few, many = _with_rows(num_heads, gpu), shapes(gpu.shared_bytes)[-1]
+    few, many = _with_rows(num_heads, gpu), shapes(gpu)[-1]
     if batch_invariant:  # one kernel for all: a compromise of prompts and decodes
         return [(_with_rows(max(num_heads, _REGISTER_ROWS), gpu), 0, NO_LIMIT)]
     if rows <= many.rows or num_chunks == 1:
@@ -146,9 +150,7 @@ def max_workspace_bytes(
     max_q_len up to this one, or any if None: the maximum over the largest step of each shape."""
     if max_q_len is None:
         max_q_len = NO_LIMIT
-    lengths = {
-        min(max_q_len, max(1, shape.rows // num_heads)) for shape in shapes(gpu.shared_bytes)
-    }
+    lengths = {min(max_q_len, max(1, shape.rows // num_heads)) for shape in shapes(gpu)}
     return max(
         parts(
             num_chunks,

@@ -17,20 +17,26 @@ GPUS = pytest.mark.parametrize("gpu", [H200, A100, L40S], ids=["H200", "A100", "
 @GPUS
 def test_a_block_fits_in_shared_memory(gpu: Gpu) -> None:
     """1 KiB of what a multiprocessor has is the driver's."""
-    found = shapes(gpu.shared_bytes)
+    found = shapes(gpu)
     assert [shape.rows for shape in found] == sorted({shape.rows for shape in found})
     assert all(shape.shared_bytes + 1024 <= gpu.shared_bytes for shape in found)
     assert found[0].rows == 16
 
 
 def test_more_shared_memory_means_more_stages_and_rows() -> None:
-    assert [(shape.rows, shape.stages) for shape in shapes(H200.shared_bytes)] == [
-        (16, 5),
-        (32, 5),
+    assert [(shape.rows, shape.stages) for shape in shapes(H200)] == [
+        (16, 4),
+        (32, 4),
         (64, 3),
     ]
-    assert [(shape.rows, shape.stages) for shape in shapes(A100.shared_bytes)] == [(16, 4), (32, 3)]
-    assert [(shape.rows, shape.stages) for shape in shapes(L40S.shared_bytes)] == [(16, 2), (32, 2)]
+    assert [(shape.rows, shape.stages) for shape in shapes(A100)] == [(16, 4), (32, 3)]
+    assert [(shape.rows, shape.stages) for shape in shapes(L40S)] == [(16, 2), (32, 2)]
+
+
+def test_blocks_are_in_pairs_on_hopper_with_an_even_number_of_them() -> None:
+    assert [shape.paired for shape in shapes(H200)] == [True, False, False]
+    for gpu in (A100, H200._replace(num_multiprocessors=131)):
+        assert not any(shape.paired for shape in shapes(gpu))
 
 
 def test_every_shape_is_compiled() -> None:
@@ -38,7 +44,7 @@ def test_every_shape_is_compiled() -> None:
     assert stem == "latent_attention"
     assert len(names) == len(set(names)) == sum(map(len, CANDIDATES))
     for gpu in (H200, A100, L40S):
-        assert {shape.name("__nv_bfloat16") for shape in shapes(gpu.shared_bytes)} <= set(names)
+        assert {shape.name("__nv_bfloat16") for shape in shapes(gpu)} <= set(names)
 
 
 @pytest.mark.parametrize(
