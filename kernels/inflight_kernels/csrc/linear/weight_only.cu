@@ -16,48 +16,14 @@
 
 constexpr int DEPTH = 64;  // columns of a stage
 
-// Bytes as pairs of T: bytes 0 and 2 of a word, and bytes 1 and 3. FACTOR times that is the value.
+// Bytes as pairs of T: bytes 0 and 2 of a word, and bytes 1 and 3.
 template <typename Byte, typename T>
-struct Widened {  // bfloat16
-    static constexpr float FACTOR = 1.0f;
-    static __device__ __forceinline__ void decode(unsigned word, unsigned& even, unsigned& odd) {
+__device__ __forceinline__ void decode(unsigned word, unsigned& even, unsigned& odd) {
+    if constexpr (SAME<T, __half>)
+        Byte::template decode_halves<true>(word, even, odd);
+    else
         Byte::decode(word, even, odd);
-    }
-};
-
-template <>
-struct Widened<Fp8, __half> {
-    static constexpr float FACTOR = 256.0f;  // the exponents' biases differ by 8
-    static __device__ __forceinline__ void decode(unsigned word, unsigned& even, unsigned& odd) {
-        even = widen(word << 8);
-        odd = widen(word);
-    }
-
-   private:
-    // The upper byte of each half.
-    static __device__ __forceinline__ unsigned widen(unsigned word) {
-        return (word & 0x80008000u) | (word >> 1 & 0x3f803f80u);
-    }
-};
-
-template <>
-struct Widened<Int8, __half> {
-    static constexpr float FACTOR = 1.0f;
-    static __device__ __forceinline__ void decode(unsigned word, unsigned& even, unsigned& odd) {
-        const unsigned raised = word ^ 0x80808080u;  // plus 128
-        even = widen(raised);
-        odd = widen(raised >> 8);
-    }
-
-   private:
-    // The lower byte of each half. From 1024 on, half counts in ones.
-    static __device__ __forceinline__ unsigned widen(unsigned word) {
-        const unsigned number = (word & 0x00ff00ffu) | 0x64006400u, offset = 0x64806480u;
-        const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&number),
-                                      *reinterpret_cast<const __half2*>(&offset));
-        return *reinterpret_cast<const unsigned*>(&value);
-    }
-};
+}
 
 __device__ __forceinline__ uint4 load_shared(unsigned address) {
     uint4 value;
@@ -92,8 +58,8 @@ struct Stage {
                 const int tile = i / 2, row = i % 2;
                 const unsigned first = half ? raw[i].z : raw[i].x;
                 const unsigned second = half ? raw[i].w : raw[i].y;
-                Widened<Byte, T>::decode(first, a[0][tile][row], a[0][tile][row + 2]);
-                Widened<Byte, T>::decode(second, a[1][tile][row], a[1][tile][row + 2]);
+                decode<Byte, T>(first, a[0][tile][row], a[0][tile][row + 2]);
+                decode<Byte, T>(second, a[1][tile][row], a[1][tile][row + 2]);
             }
 #pragma unroll
             for (int j = 0; j < TOKENS / 8; j++) {
@@ -219,7 +185,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 8 ? 3 : 1)
 #pragma unroll
             for (int w = 0; w < WARPS; w++)
                 sum += partial[(w * TOKENS + t) * S::PITCH + tile_row];
-            sum *= Widened<Byte, T>::FACTOR * scales[weight_row];
+            sum *= scales[weight_row];
             return bias ? sum + static_cast<float>(bias[weight_row]) : sum;
         };
         float value = sum_of(column, first + column);
