@@ -51,7 +51,7 @@ def test_pairs_of_blocks_merge_the_pieces_of_a_unit(
     plan(made.metadata(workspace, max_q_len=1, planned=True))
     out = check(made, max_q_len=1)
     for history_ready in (False, True):
-        for _ in range(10):
+        for _ in range(3):
             again = made.run(
                 workspace, max_q_len=1, planned=True, history_ready=history_ready, pdl=True
             )
