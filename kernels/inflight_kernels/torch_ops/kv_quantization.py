@@ -92,12 +92,12 @@ def _spread(x: Tensor, bits: int) -> Tensor:
     x = x if x.dtype == torch.float64 else x.float()
     distance = 1
     while half % (2 * distance) == 0:
-        x = _butterflies(x.reshape(-1, 2, distance))
+        x = butterflies(x.reshape(-1, 2, distance))
         distance *= 2
-    return _butterflies(x.reshape(-1, 2, half)).view(shape) * 2.0**-bits
+    return butterflies(x.reshape(-1, 2, half)).view(shape) * 2.0**-bits
 
 
-def _butterflies(pairs: Tensor) -> Tensor:
+def butterflies(pairs: Tensor) -> Tensor:
     """Sums and differences of vectors [n, 2, width] that are beside each other."""
     first, second = pairs.unbind(1)
     return torch.stack((first + second, first - second), 1)

@@ -13,9 +13,13 @@ from inflight_kernels.torch_ops.quantization import (
     dequantize_rows,
     quantize_rows,
     quantized_linear,
+    spread_block,
+    spread_inputs,
+    spread_weight,
 )
 from inflight_kernels.torch_ops.transformer import pack
 
+BLOCKS = (16, 32, 64)
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 
 
@@ -97,3 +101,81 @@ def test_the_scales_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> 
     for row in range(len(x)):
         alone, scale = quantize_rows(x[row : row + 1], dtype)
         assert torch.equal(alone[0].float(), values[row].float()) and scale == scales[row]
+
+
+# ---------------------------------------------------------------- spread rows
+
+
+def sylvester(size: int) -> Tensor:
+    """Sylvester's Hadamard matrix [size, size] of ones and minus ones, size a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+def test_blocks_are_the_largest_powers_of_two_that_divide_a_width() -> None:
+    widths = (4096, 14336, 576, 64, 2080, 96, 1296, 48, 16)
+    assert [spread_block(width) for width in widths] == [64, 64, 64, 64, 32, 32, 16, 16, 16]
+    assert [spread_block(width) for width in (24, 8, 100, 17)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_spread_rows_are_products_with_sylvesters_matrix(block: int) -> None:
+    x = drawn(5, 3 * block)
+    exact = (x.double().unflatten(1, (3, block)) @ sylvester(block).double()).flatten(1)
+    inputs, weight = spread_inputs(x, block), spread_weight(x, block)
+    assert inputs.dtype == weight.dtype == torch.float32
+    factors = {16: (4, 4), 32: (4, 8), 64: (8, 8)}[block]
+    for found, factor in zip((inputs, weight), factors, strict=True):
+        torch.testing.assert_close(found.double(), exact / factor, rtol=1e-5, atol=1e-5)
+    wide = spread_inputs(x.double(), block)
+    torch.testing.assert_close(wide, exact / factors[0], rtol=1e-12, atol=1e-12)
+    half = spread_inputs(x.bfloat16(), block)
+    assert torch.equal(half, spread_inputs(x.bfloat16().float(), block))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_spreading_keeps_products_and_is_reversed_by_that_of_the_other_side(block: int) -> None:
+    x, weight = drawn(6, 5 * block).double(), drawn(7, 5 * block, seed=1).double()
+    product = spread_inputs(x, block) @ spread_weight(weight, block).t()
+    torch.testing.assert_close(product, x @ weight.t(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(spread_inputs(spread_weight(weight, block), block), weight)
+
+
+def test_rows_without_blocks_stay_as_they_are() -> None:
+    x = drawn(3, 24)
+    assert spread_inputs(x, 0) is x and spread_weight(x, 0) is x
+
+
+def test_a_spread_row_does_not_depend_on_the_others() -> None:
+    x = drawn(9, 576)
+    whole = spread_inputs(x, 64)
+    for row in range(len(x)):
+        assert torch.equal(spread_inputs(x[row : row + 1], 64)[0], whole[row])
+
+
+@pytest.mark.parametrize("width", [512, 480, 496])
+def test_a_large_column_costs_little_if_rows_are_spread(width: int) -> None:
+    block = spread_block(width)
+    x, weight = drawn(64, width), drawn(256, width, seed=1)
+    x[:, 7] *= 100.0
+    expected = x.double() @ weight.double().t()
+
+    def error(block: int) -> float:
+        values, scales = quantize_rows(spread_weight(weight, block), torch.int8)
+        out = quantized_linear(x, values, scales, spread=block)
+        return float((out - expected).norm() / expected.norm())
+
+    assert error(block) < 0.5 * error(0)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_only_spread_rows_with_nan_or_infinity_become_nan(broken: float) -> None:
+    x = drawn(3, 128)
+    weight = quantize_rows(spread_weight(drawn(4, 128, seed=1), 64), torch.int8)
+    expected = quantized_linear(x, *weight, spread=64)
+    x[1, 5] = broken
+    out = quantized_linear(x, *weight, spread=64)
+    assert out[1].isnan().all()
+    assert torch.equal(out[::2], expected[::2])
