@@ -153,7 +153,8 @@ def sum_rms_norm(
 
 
 def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
-    values, scales = quantization.quantize_rows(x, out.values.dtype)
+    spread = quantization.spread_inputs(x, out.spread)
+    values, scales = quantization.quantize_rows(spread, out.values.dtype)
     out.values.view(torch.uint8).copy_(values.view(torch.uint8))
     out.scales.copy_(scales)
 

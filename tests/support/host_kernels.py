@@ -466,9 +466,7 @@ def rms_norm(
 ) -> None:
     normed, found = transformer.rms_norm(x, weight, eps, residual)
     if isinstance(out, ScaledRows):
-        values, scales = quantization.quantize_rows(normed, out.values.dtype)
-        out.values.copy_(values)
-        out.scales.copy_(scales)
+        host_experts.quantize_rows(normed, out=out)
     else:
         out.copy_(normed)
     if total is not None:
@@ -563,8 +561,7 @@ class HostScaledLinear:
         self._invariant = invariant
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
-        values = self.weight.values
-        return self._inputs.rows(num_tokens, values.shape[1], values.dtype)
+        return self._inputs.rows(num_tokens, self.weight)
 
     def norms(self, num_tokens: int) -> bool:
         return False
@@ -587,9 +584,14 @@ class HostScaledLinear:
         out[:num_tokens] = transformer.silu_mul(self._product(x, num_tokens))
 
     def _product(self, x: Tensor | ScaledRows, num_tokens: int) -> Tensor:
+        values, scales, spread = self.weight
         if isinstance(x, Tensor):
-            return quantization.quantized_linear(x[:num_tokens], *self.weight, self._bias)
-        wide, weight = (quantization.dequantize_rows(*rows) for rows in (x, self.weight))
+            return quantization.quantized_linear(
+                x[:num_tokens], values, scales, self._bias, spread=spread
+            )
+        assert x.spread == spread, "both are spread alike"
+        wide = quantization.dequantize_rows(x.values, x.scales)
+        weight = quantization.dequantize_rows(values, scales)
         return transformer.linear(wide, weight, self._bias)
 
 

@@ -63,6 +63,35 @@ __device__ inline unsigned block_max(unsigned value, unsigned (&partial)[32]) {
 #endif
 }
 
+// Rows of Int8 may be spread before they are quantised: blocks of 2^bits columns are Hadamard
+// transformed, by butterflies of columns that are 1, 2, 4 and so on apart, as
+// torch_ops/quantization.py defines it. Those of Fp8 are not: nothing of this is compiled for them.
+template <typename Value>
+constexpr bool MAY_SPREAD = SAME<Value, Int8>;
+
+// Spread N adjacent columns of each lane; lanes of a block are adjacent, beginning with a multiple
+// of their number, and have zeros behind the end of a row. bits: 4 to 6, or 0 to leave them as they
+// are. All lanes of the warp must call it.
+template <int N>
+__device__ __forceinline__ void spread_columns(float (&a)[N], int bits) {
+    static_assert(N <= 16, "a thread has columns of one block");
+    if (bits == 0) return;
+#pragma unroll
+    for (int distance = 1; distance < N; distance *= 2)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (!(j & distance)) butterfly(a[j], a[j + distance]);
+    // Not unrolled: few tokens wait for their kernels' instructions longer than for what these do.
+#pragma unroll 1
+    for (int distance = 1; distance * N < 1 << bits; distance *= 2)
+#pragma unroll
+        for (int j = 0; j < N; j++) a[j] = butterfly_of_lanes(a[j], distance);
+    // What products grow by is taken off by powers of two, here half of it, rounded down.
+    const float factor = __uint_as_float((127 - bits / 2) << 23);
+#pragma unroll
+    for (int j = 0; j < N; j++) a[j] *= factor;
+}
+
 // Quantise and store the values of a 16-byte vector of T.
 template <typename T, typename Value>
 __device__ void store_bytes(Value* address, const RowScale<Value>& scale,

@@ -46,8 +46,8 @@ def rms_norm(
         eps: added to the mean square.
         residual: [n, hidden], of the total's type; None for zero: then total is None, or x in
             float32.
-        out: [n, hidden]; may alias x or, if of the same type, residual. If it is to be quantised, x
-            is bfloat16.
+        out: [n, hidden]; may alias x or, if of the same type, residual. If it is to be quantised,
+            and then spread as it says, x is bfloat16.
         total: [n, hidden], of x's type or float32; may alias residual or, if of the same type, x,
             but not out.
         pdl: see `Kernel`; the preceding kernel must not write `weight`, which is read early.
@@ -57,7 +57,7 @@ def rms_norm(
     """
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, hidden = x.shape
-    outputs, value_type = _check_rows(x, weight, out)
+    outputs, value_type, spread_bits = _check_rows(x, weight, out)
     widens = total is not None and total.dtype != x.dtype
     sum_type = torch.float32 if widens else x.dtype
     if (residual is None) != (total is None) and not (widens and residual is None):
@@ -82,23 +82,24 @@ def rms_norm(
         *outputs,
         hidden,
         eps,
+        *spread_bits,
         pdl=pdl,
     )
 
 
 def _check_rows(
     x: Tensor, weight: Tensor, out: Tensor | ScaledRows
-) -> tuple[tuple[Tensor, ...], str]:
-    """Check these operands; returns the tensors of out, and the C++ type of its values if it is to
-    be quantised."""
+) -> tuple[tuple[Tensor, ...], str, tuple[int, ...]]:
+    """Check these operands; returns the tensors of out, and if it is to be quantised the C++ type
+    of its values and how it is spread."""
     check("x", x, tuple(x.shape), x.dtype)
     check("weight", weight, tuple(x.shape[1:]), torch.float32)
     if isinstance(out, ScaledRows):
         name_of(_QUANTIZED_TYPES, "x", x)
-        value_type = out.check("out", *x.shape)
-        return tuple(out), value_type
+        value_type = out.check("out", *x.shape, may_be_spread=True)
+        return (out.values, out.scales), value_type, (out.spread_bits,)
     check("out", out, tuple(x.shape), x.dtype)
-    return (out,), ""
+    return (out,), "", ()
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -27,7 +27,12 @@ from inflight_kernels.ops.moe.rows import gather, sum_of_experts
 from inflight_kernels.ops.moe.sum_norm import ExpertRows, sum_rms_norm
 from inflight_kernels.torch_ops import moe as definition
 from inflight_kernels.torch_ops.moe import Routing
-from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
+from inflight_kernels.torch_ops.quantization import (
+    dequantize_rows,
+    quantize_rows,
+    spread_block,
+    spread_inputs,
+)
 from inflight_kernels.torch_ops.transformer import clamped_swiglu, silu_mul
 
 pytestmark = pytest.mark.gpu
@@ -481,14 +486,15 @@ def test_a_norm_of_sums_is_that_of_what_was_summed(
     assert relative_error(out.check(), normed) < ROUNDING[torch.bfloat16]
     if values is None:
         return
-    quantized = ScaledRows.empty(tokens, hidden, torch.device("cuda"), values)
-    total.tensor.copy_(before)
-    sum_rms_norm(x, weight, 1e-6, total=total.tensor, out=quantized, pdl=True)
-    assert torch.equal(total.check(), found)
-    exact, scales = quantize_rows(normed.float(), values)
-    assert relative_error(quantized.scales, scales) < 1e-6
-    back = dequantize_rows(quantized.values, quantized.scales)
-    assert relative_error(back, dequantize_rows(exact, scales)) < 2e-3
+    for spread in {0, spread_block(hidden) if values == torch.int8 else 0}:
+        quantized = ScaledRows.empty(tokens, hidden, torch.device("cuda"), values, spread)
+        total.tensor.copy_(before)
+        sum_rms_norm(x, weight, 1e-6, total=total.tensor, out=quantized, pdl=True)
+        assert torch.equal(total.check(), found)
+        exact, scales = quantize_rows(spread_inputs(normed.float(), spread), values)
+        assert relative_error(quantized.scales, scales) < 1e-6
+        back = dequantize_rows(quantized.values, quantized.scales)
+        assert relative_error(back, dequantize_rows(exact, scales)) < 2e-3
 
 
 def test_operands_of_a_norm_of_sums_that_do_not_fit_are_refused() -> None:

@@ -28,17 +28,19 @@ class QuantizedInputs:
         self._values = torch.zeros(num_rows * width, dtype=torch.uint8, device=device)
         self._scales = torch.zeros(num_rows, device=device)
 
-    def rows(self, num_tokens: int, width: int, dtype: torch.dtype) -> ScaledRows:
-        """[num_tokens, width] with values of this type, overwritten by the next caller."""
+    def rows(self, num_tokens: int, weight: ScaledRows) -> ScaledRows:
+        """[num_tokens, k] for products with this weight [n, k]: of its type, and spread as it is;
+        overwritten by the next caller."""
+        dtype, width = weight.values.dtype, weight.values.shape[1]
         values = self._values[: num_tokens * width].view(dtype).view(num_tokens, width)
-        return ScaledRows(values, self._scales[:num_tokens])
+        return ScaledRows(values, self._scales[:num_tokens], weight.spread)
 
 
 class CudaScaledLinear:
     """A quantised weight on a GPU.
 
     Args:
-        weight: [n, k]; see `can_multiply`.
+        weight: [n, k]; see `can_multiply`. Inputs are spread as it is.
         bias: [n] bfloat16, or None.
         inputs: for at least k columns.
         batch_invariant: use one kernel for any number of tokens; it adds up each token's products
@@ -58,8 +60,7 @@ class CudaScaledLinear:
         self._batch_invariant = batch_invariant
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
-        values = self.weight.values
-        return self._inputs.rows(num_tokens, values.shape[1], values.dtype)
+        return self._inputs.rows(num_tokens, self.weight)
 
     def norms(self, num_tokens: int) -> bool:
         n, k = self.weight.values.shape

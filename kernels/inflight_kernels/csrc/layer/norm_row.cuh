@@ -25,10 +25,11 @@ struct StoredRows {
 // thread writes only what it has read itself.
 //
 // ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
-// or Fp8 or Int8 with a scale for each row.
+// or Fp8 or Int8 with a scale for each row, spread first by spread_bits (see spread_columns).
 template <typename T, typename R, typename Out, int VECTORS, bool ADD, class Rows>
 __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const float* weight,
-                                         R* total, Out* out, float* scales, int hidden, float eps) {
+                                         R* total, Out* out, float* scales, int hidden, float eps,
+                                         int spread_bits) {
     constexpr int N = VECTOR<T>, M = VECTOR<R>;
     constexpr int PARTS = N / M;  // vectors of R with the values of one of T
     static_assert(PARTS * M == N, "R has at least the size of T");
@@ -112,17 +113,28 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
             }
         }
     } else {
+        constexpr bool SPREADS = MAY_SPREAD<Out>;
         __shared__ unsigned maxima[32];
+        float spread[SPREADS ? VECTORS : 1][N];  // as they are quantised
         unsigned largest = 0;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             const int column = (i * blockDim.x + threadIdx.x) * N;
-            if (column < hidden) {
-                float a[N];
-                normed(i, column, a);
+            float(&a)[N] = spread[SPREADS ? i : 0];
+            if constexpr (SPREADS) {
+                if (column < hidden) {
+                    normed(i, column, a);
+                } else {
 #pragma unroll
-                for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
+                    for (int j = 0; j < N; j++) a[j] = 0.0f;
+                }
+                spread_columns(a, spread_bits);
+            } else {
+                if (column >= hidden) continue;
+                normed(i, column, a);
             }
+#pragma unroll
+            for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
         }
         const RowScale<Out> quantized(block_max(largest, maxima));
         if (threadIdx.x == 0) scales[blockIdx.x] = quantized.scale;
@@ -130,8 +142,8 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
         for (int i = 0; i < VECTORS; i++) {
             const int column = (i * blockDim.x + threadIdx.x) * N;
             if (column < hidden) {
-                float a[N];
-                normed(i, column, a);
+                float(&a)[N] = spread[SPREADS ? i : 0];
+                if (!SPREADS) normed(i, column, a);
                 store_bytes<T>(out + row + column, quantized, a);
             }
         }

@@ -2,10 +2,12 @@
 #include "eight_bit.cuh"
 
 // One block per row of `width` values, which is kept in registers: blockDim.x * VECTORS 16-byte
-// vectors of T. Rows of x are `stride` values apart, those of `values` are contiguous.
+// vectors of T. Rows of x are `stride` values apart, those of `values` are contiguous. spread_bits:
+// see spread_columns.
 template <typename Value, typename T, int VECTORS>
-__global__ void __launch_bounds__(512)
-    quantize_rows(const T* x, Value* values, float* scales, int width, int stride) {
+__global__ void __launch_bounds__(512) quantize_rows(const T* x, Value* values, float* scales,
+                                                     int width, int stride, int spread_bits) {
+    constexpr bool SPREADS = MAY_SPREAD<Value>;
     constexpr int N = VECTOR<T>;
     __shared__ unsigned partial[32];
     const T* const row = x + static_cast<long long>(blockIdx.x) * stride;
@@ -13,14 +15,16 @@ __global__ void __launch_bounds__(512)
     pdl_wait();
     pdl_launch_dependents();
     uint4 raw[VECTORS];
+    float spread[SPREADS ? VECTORS : 1][N];  // as they are quantised
     unsigned largest = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * N;
-        if (column >= width) continue;
-        raw[i] = load_vector(row + column);
-        float a[N];
+        if (!SPREADS && column >= width) continue;
+        raw[i] = SPREADS && column >= width ? make_uint4(0, 0, 0, 0) : load_vector(row + column);
+        float(&a)[N] = spread[SPREADS ? i : 0];
         unpack<T>(raw[i], a);
+        if constexpr (SPREADS) spread_columns(a, spread_bits);
 #pragma unroll
         for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
     }
@@ -30,8 +34,8 @@ __global__ void __launch_bounds__(512)
     for (int i = 0; i < VECTORS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * N;
         if (column >= width) continue;
-        float a[N];
-        unpack<T>(raw[i], a);
+        float(&a)[N] = spread[SPREADS ? i : 0];
+        if (!SPREADS) unpack<T>(raw[i], a);
         store_bytes<T>(values + static_cast<long long>(blockIdx.x) * width + column, scale, a);
     }
 }

@@ -24,7 +24,7 @@ template <typename In, typename T, typename Out, int ROWS, bool GATED, bool PAIR
           bool QUANTIZED = false, bool OF_SUMS = false>
 __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float* row_scales,
                          const T* bias, const T* residual, Out* out, int m, int n, int k,
-                         int stages) {
+                         int stages, int spread_bits = 0) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SCALED = sizeof(In) == 1;
     constexpr int DEPTH = STAGE_DEPTH<In>;
@@ -129,8 +129,8 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     // Of this thread's two tokens.
     float token_scale[2] = {};
     if constexpr (QUANTIZED) {
-        token_scale[0] = quantize_input<PAIR ? 4 : 2, OF_SUMS>(x, quantized, partial, m, k, first, last,
-                                                      thread, warp * 16 + lane / 4);
+        token_scale[0] = quantize_input<PAIR ? 4 : 2, OF_SUMS>(
+            x, quantized, partial, m, k, first, last, thread, warp * 16 + lane / 4, spread_bits);
         if (warp > WARPS) return;
     } else if constexpr (SCALED) {
 #pragma unroll
@@ -320,15 +320,16 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 // block quantises them by itself while its first stages of the weight are read, which saves the
 // kernels before it. Threads: 32 * HELPERS more. Dynamic shared memory: 1024 + ROWS * 32 + stages *
 // (ROWS * 128 + 16) bytes, 1024 for each 128 columns of x that a block multiplies, and 512.
+// spread_bits: of x, before it is quantised, and of the weight; see spread_columns.
 template <typename In, typename T, int ROWS, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm(const T* x, int stride, const float* norm, float eps,
                            const __grid_constant__ TensorMap weight, const float* row_scales,
                            const T* bias, const T* residual, T* out, int m, int n, int k,
-                           int stages) {
+                           int stages, int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
     mainloop<In, T, T, ROWS, GATED, false, true>(input, weight, row_scales, bias, residual, out, m,
-                                                 n, k, stages);
+                                                 n, k, stages, spread_bits);
 }
 
 // The same of the norm of x + residual, which the first block writes to total, [m, k] both.
@@ -337,10 +338,10 @@ __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     summing_skinny_gemm(const T* x, int stride, const float* residual, float* total,
                         const float* norm, float eps, const __grid_constant__ TensorMap weight,
                         const float* row_scales, const T* bias, T* out, int m, int n, int k,
-                        int stages) {
+                        int stages, int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
     mainloop<In, T, T, ROWS, false, false, true, true>(input, weight, row_scales, bias, nullptr,
-                                                       out, m, n, k, stages);
+                                                       out, m, n, k, stages, spread_bits);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -376,10 +377,10 @@ __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm_pairs(const T* x, int stride, const float* norm, float eps,
                                  const __grid_constant__ TensorMap weight, const float* row_scales,
                                  const T* bias, const T* residual, T* out, int m, int n, int k,
-                                 int stages) {
+                                 int stages, int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
     mainloop<In, T, T, ROWS, GATED, true, true>(input, weight, row_scales, bias, residual, out, m,
-                                                n, k, stages);
+                                                n, k, stages, spread_bits);
 }
 
 template <typename In, typename T, int ROWS>
@@ -387,8 +388,9 @@ __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     summing_skinny_gemm_pairs(const T* x, int stride, const float* residual, float* total,
                               const float* norm, float eps,
                               const __grid_constant__ TensorMap weight, const float* row_scales,
-                              const T* bias, T* out, int m, int n, int k, int stages) {
+                              const T* bias, T* out, int m, int n, int k, int stages,
+                              int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
     mainloop<In, T, T, ROWS, false, true, true, true>(input, weight, row_scales, bias, nullptr, out,
-                                                      m, n, k, stages);
+                                                      m, n, k, stages, spread_bits);
 }

@@ -34,15 +34,19 @@ __device__ inline void sync_quantizers() {
     asm volatile("bar.sync 2, %0;" ::"n"((WARPS + HELPERS) * 32) : "memory");
 }
 
-// Quantise columns of x's rows -> `to`, an atom for each stage; the norm and the scale of a row take
-// all of its columns. Called by the consumers and the helpers, numbered by `thread`; `partial` has a
-// value for each of their warps and row. AT_ONCE vectors of each thread are read at once. Returns
-// the scale of the row `token`, if there is one. OF_SUMS: x is the norm of a sum.
+// Quantise columns of x's rows -> `to`, an atom for each stage; the norm and the scale of a row
+// take all of its columns. Called by the consumers and the helpers, numbered by `thread`; `partial`
+// has a value for each of their warps and row. AT_ONCE vectors of each thread are read at once.
+// Returns the scale of the row `token`, if there is one. OF_SUMS: x is the norm of a sum. Rows are
+// spread by spread_bits (see spread_columns): then all lanes of a warp do as many rounds as its
+// first one.
 template <int AT_ONCE, bool OF_SUMS, typename T, typename Value>
 __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, int m, int k,
-                                int first_step, int last_step, int thread, int token) {
+                                int first_step, int last_step, int thread, int token,
+                                int spread_bits) {
     constexpr int N = VECTOR<T>, ALL = WARPS + HELPERS, THREADS = ALL * 32;
     constexpr int DEPTH = STAGE_DEPTH<Value>;
+    constexpr bool SPREADS = MAY_SPREAD<Value>;
     const int lane = thread % 32, warp = thread / 32;
     bool writes = OF_SUMS && blockIdx.x == 0;
     const auto load = [&](const uint4& raw, int t, int column, float(&a)[N], float& squares) {
@@ -71,7 +75,8 @@ __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, i
         const T* const row = x.rows + t * x.stride;
         float squares = 0.0f;
         unsigned largest = 0;
-        for (int from = thread * N; from < k; from += AT_ONCE * THREADS * N) {
+        for (int from = thread * N; (SPREADS ? from - lane * N : from) < k;
+             from += AT_ONCE * THREADS * N) {
             uint4 raw[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
@@ -81,9 +86,11 @@ __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, i
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const int column = from + i * THREADS * N;
-                if (OF_SUMS && column >= k) continue;
-                float a[N];
-                load(raw[i], t, min(column, k - N), a, squares);
+                if (OF_SUMS && !SPREADS && column >= k) continue;
+                float a[N] = {};
+                if (!(OF_SUMS && SPREADS) || column < k)
+                    load(raw[i], t, min(column, k - N), a, squares);
+                if constexpr (SPREADS) spread_columns(a, spread_bits);
 #pragma unroll
                 for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
             }
@@ -110,21 +117,30 @@ __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, i
             found = x.norm ? scale.scale * rsqrtf(squares / k + x.eps) : scale.scale;
         const T* const row = x.rows + t * x.stride;
         constexpr int CHUNKS = DEPTH / 16;  // of 16 bytes, swizzled in an atom's row
-        for (int i = thread; i < (last_step - first_step) * CHUNKS; i += THREADS) {
+        for (int i = thread; (SPREADS ? i - lane : i) < (last_step - first_step) * CHUNKS;
+             i += THREADS) {
             const int step = i / CHUNKS, chunk = i % CHUNKS;
             const int column = (first_step + step) * DEPTH + chunk * 16;
+            const bool inside = column < k && (!SPREADS || first_step + step < last_step);
             unsigned words[4] = {};
-            if (column < k) {
-                float a[2 * N], unused = 0.0f;
+            float a[2 * N], unused = 0.0f;
+            if (inside) {
 #pragma unroll
                 for (int half = 0; half < 2; half++)
                     load(load_vector(row + column + half * N), t, column + half * N,
                          *reinterpret_cast<float(*)[N]>(a + half * N), unused);
+            } else if (SPREADS) {
+#pragma unroll
+                for (int j = 0; j < 2 * N; j++) a[j] = 0.0f;
+            }
+            if constexpr (SPREADS) spread_columns(a, spread_bits);
+            if (inside) {
 #pragma unroll
                 for (int j = 0; j < 2 * N; j++) a[j] *= scale.inverse;
 #pragma unroll
                 for (int j = 0; j < 4; j++) words[j] = pack_bytes<Value>(a + 4 * j);
             }
+            if (SPREADS && first_step + step >= last_step) continue;
             store_vector(to + step * MAX_QUANTIZED * DEPTH + t * DEPTH + (chunk ^ t) * 16,
                          make_uint4(words[0], words[1], words[2], words[3]));
         }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(512)
     __shared__ Parts parts;
     const ExpertRows<T> experts = {rows, positions, weights, shared, hidden, top_k};
     norm_row<T, R, T, VECTORS, true>(SummedExperts<T>{experts, parts}, total, weight, total, out,
-                                     nullptr, hidden, eps);
+                                     nullptr, hidden, eps, 0);
 }
 
 // The same, quantised by rows.
@@ -39,9 +39,9 @@ template <typename Value, typename T, typename R, int VECTORS>
 __global__ void __launch_bounds__(512)
     scaled_sum_rms_norm(const T* rows, const int* positions, const float* weights, const T* shared,
                         int top_k, const float* weight, R* total, Value* out, float* scales,
-                        int hidden, float eps) {
+                        int hidden, float eps, int spread_bits) {
     __shared__ Parts parts;
     const ExpertRows<T> experts = {rows, positions, weights, shared, hidden, top_k};
     norm_row<T, R, Value, VECTORS, true>(SummedExperts<T>{experts, parts}, total, weight, total,
-                                         out, scales, hidden, eps);
+                                         out, scales, hidden, eps, spread_bits);
 }

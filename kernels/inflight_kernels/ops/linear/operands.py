@@ -173,7 +173,7 @@ def check_quantizing_operands(
     storage = name_of(SCALED_OUT_TYPES, "x", rows)
     (m, k), n = rows.shape, len(weight.values)
     _check_weight_shape(n, k, 16, gated)
-    value_type = weight.check("weight", n, k)
+    value_type = weight.check("weight", n, k, may_be_spread=True)
     _check_rows("x", rows)
     if isinstance(x, NormedRows):
         check("the norm's weight", x.weight, (k,), torch.float32)
@@ -304,8 +304,13 @@ def _check_shapes(x: Tensor, weight: Tensor, max_tokens: int | None) -> tuple[in
 
 def _check_scaled(x: ScaledRows, weight: ScaledRows) -> str:
     """Returns the C++ type of their values."""
-    x.check("x", *x.values.shape)
-    value_type = weight.check("weight", *weight.values.shape)
+    x.check("x", *x.values.shape, may_be_spread=True)
+    value_type = weight.check("weight", *weight.values.shape, may_be_spread=True)
+    if x.spread != weight.spread:
+        raise ValueError(
+            f"x is spread in blocks of {x.spread} columns and weight of {weight.spread}; they must "
+            "be spread alike"
+        )
     if x.values.dtype != weight.values.dtype:
         raise ValueError(
             f"x.values is {x.values.dtype} and weight.values {weight.values.dtype}; they must "

@@ -1,5 +1,5 @@
-"""Matrices of 8-bit values with a scale for each row, and their quantisation. Shapes: n rows of
-`width` values."""
+"""Matrices of 8-bit values with a scale for each row, and their quantisation, before which those of
+INT8 may be spread (see torch_ops/quantization.py). Shapes: n rows of `width` values."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from inflight_kernels.runtime.launch import (
     name_of,
     vectors_in,
 )
+from inflight_kernels.torch_ops.quantization import MAX_SPREAD, MIN_SPREAD
 
 _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
@@ -26,19 +27,29 @@ _VECTORS_PER_THREAD = (1, 2, 4, 8)
 MAX_WIDTH = VECTOR_BYTES // 2 * _MAX_THREADS * _VECTORS_PER_THREAD[-1]
 """A row of 16-bit values is kept in the registers of one block."""
 
+_SPREADS = tuple(1 << bit for bit in range(MAX_SPREAD.bit_length()) if 1 << bit >= MIN_SPREAD)
+
 _TYPES = {dtype: name for dtype, name in STORAGE_TYPES.items() if dtype.itemsize == 2}
 
 
 class ScaledRows(NamedTuple):
-    """A quantised matrix: row i is scales[i] * values[i].
+    """A quantised matrix: row i is scales[i] * values[i], or was spread to that.
 
     Attributes:
         values: [n, width] of one of BYTE_TYPES, contiguous.
         scales: [n] float32.
+        spread: columns of the blocks in which rows are spread before they are quantised; 0 for
+            none. Both operands of a product are spread alike.
     """
 
     values: Tensor
     scales: Tensor
+    spread: int = 0
+
+    @property
+    def spread_bits(self) -> int:
+        """Log 2 of the columns of a block, as kernels take it; 0 if rows are not spread."""
+        return self.spread.bit_length() - 1 if self.spread else 0
 
     @classmethod
     def empty(
@@ -47,17 +58,19 @@ class ScaledRows(NamedTuple):
         width: int,
         device: torch.device | str,
         dtype: torch.dtype = torch.float8_e4m3fn,
+        spread: int = 0,
     ) -> ScaledRows:
         """A matrix of zeros with values of this type."""
         values = torch.zeros(num_rows, width, dtype=torch.uint8, device=device).view(dtype)
-        return cls(values, torch.zeros(num_rows, device=device))
+        return cls(values, torch.zeros(num_rows, device=device), spread)
 
     def first(self, num_rows: int) -> ScaledRows:
         """The first rows."""
-        return ScaledRows(self.values[:num_rows], self.scales[:num_rows])
+        return ScaledRows(self.values[:num_rows], self.scales[:num_rows], self.spread)
 
-    def check(self, name: str, num_rows: int, width: int) -> str:
-        """Check it as an operand of a kernel; returns the C++ type of its values.
+    def check(self, name: str, num_rows: int, width: int, *, may_be_spread: bool = False) -> str:
+        """Check it as an operand of a kernel, which may not take spread ones; returns the C++ type
+        of its values.
 
         Raises:
             ValueError: with the name of the operand, what it is and what is expected.
@@ -65,11 +78,25 @@ class ScaledRows(NamedTuple):
         value_type = name_of(BYTE_TYPES, f"{name}.values", self.values)
         check(f"{name}.values", self.values, (num_rows, width), self.values.dtype)
         check(f"{name}.scales", self.scales, (num_rows,), torch.float32, vectors=False)
+        if self.spread:
+            self._check_spread(name, width, may_be_spread)
         return value_type
+
+    def _check_spread(self, name: str, width: int, is_allowed: bool) -> None:
+        if not is_allowed:
+            raise ValueError(f"{name} is spread; this kernel takes rows as they are")
+        if self.values.dtype != torch.int8:
+            raise ValueError(f"{name} is spread; its values are {self.values.dtype}, allowed: int8")
+        if self.spread not in _SPREADS or width % self.spread:
+            raise ValueError(
+                f"{name} is spread in blocks of {self.spread} of {width} columns; allowed: "
+                f"{', '.join(map(str, _SPREADS))}, which divide them"
+            )
 
 
 def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
-    """Quantise each row by its largest magnitude, which becomes the largest value.
+    """Quantise each row, spread as `out` is, by its largest magnitude, which becomes the largest
+    value.
 
     Products with a row that has NaN or infinity are NaN.
 
@@ -94,13 +121,21 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
         raise ValueError(
             f"x has strides {x.stride()}; rows must be contiguous, their stride a multiple of 8"
         )
-    value_type = out.check("out", num_rows, width)
+    value_type = out.check("out", num_rows, width, may_be_spread=True)
     if not num_rows:
         return
     per_thread = next(count for count in _VECTORS_PER_THREAD if vectors <= count * _MAX_THREADS)
     threads = -(-vectors // (32 * per_thread)) * 32
     kernel("quantization", _name(value_type, storage, per_thread))(
-        num_rows, threads, x, out.values, out.scales, width, x.stride(0), pdl=pdl
+        num_rows,
+        threads,
+        x,
+        out.values,
+        out.scales,
+        width,
+        x.stride(0),
+        out.spread_bits,
+        pdl=pdl,
     )
 
 

@@ -218,7 +218,8 @@ def quantizing_linear(
     gated: bool = False,
     pdl: bool = False,
 ) -> None:
-    """`linear` with x quantised by rows on the way, after a norm if that is x.
+    """`linear` with x quantised by rows on the way, and spread as the weight is, after a norm if
+    that is x.
 
     Each block quantises x for itself while its first weights are read. That saves the launches of
     a norm and of a quantisation, which with few tokens take longer than their work.
@@ -262,6 +263,7 @@ def quantizing_linear(
         n,
         k,
         stages,
+        weight.spread_bits,
         shared=shared,
         pdl=pdl,
     )
@@ -316,6 +318,7 @@ def summing_linear(
         n,
         k,
         stages,
+        weight.spread_bits,
         shared=shared,
         pdl=pdl,
     )

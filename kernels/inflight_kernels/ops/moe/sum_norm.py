@@ -57,7 +57,7 @@ def sum_rms_norm(
         weight: [d] float32, of the norm.
         eps: added to the mean square.
         total: [T, d] bfloat16 or float32, the residual stream.
-        out: [T, d] bfloat16, or quantised.
+        out: [T, d] bfloat16, or quantised, and then spread as it says.
         pdl: see `Kernel`; the preceding kernel must not write `weight`, which is read early.
 
     Raises:
@@ -75,10 +75,13 @@ def sum_rms_norm(
     if x.shared is not None:
         check("shared", x.shared, (num_tokens, width), x.rows.dtype)
     value_type = ""
+    outputs: tuple[Tensor, ...] = (values_of(out),)
+    spread_bits: tuple[int, ...] = ()
     if isinstance(out, ScaledRows):
-        value_type = out.check("out", num_tokens, width)
+        value_type = out.check("out", num_tokens, width, may_be_spread=True)
+        outputs, spread_bits = (out.values, out.scales), (out.spread_bits,)
     else:
-        check("out", values_of(out), (num_tokens, width), x.rows.dtype)
+        check("out", out, (num_tokens, width), x.rows.dtype)
     vectors = vectors_in("d", width, x.rows.dtype)
     per_thread, threads = block_of(vectors, width, total.dtype)
     if not num_tokens:
@@ -93,9 +96,10 @@ def sum_rms_norm(
         routed.top_k,
         weight,
         total,
-        *(out if isinstance(out, ScaledRows) else (out,)),
+        *outputs,
         width,
         eps,
+        *spread_bits,
         pdl=pdl,
     )
 

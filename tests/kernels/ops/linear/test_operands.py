@@ -67,6 +67,36 @@ def test_quantised_operands_have_values_of_one_type() -> None:
         examine(x=rows(M, int8), weight=rows(N, fp8))
 
 
+def test_quantised_operands_are_spread_alike() -> None:
+    def rows(count: int, spread: int, dtype: torch.dtype = torch.int8) -> ScaledRows:
+        return ScaledRows.empty(count, K, "cpu", dtype, spread)
+
+    for spread in (0, 16, 32, 64):
+        assert examine(x=rows(M, spread), weight=rows(N, spread)).value_type == "Int8"
+    with pytest.raises(ValueError, match="x is spread in blocks of 0 columns and weight of 64"):
+        examine(x=rows(M, 0), weight=rows(N, 64))
+    for spread in (8, 48, 128):
+        with pytest.raises(ValueError, match=f"blocks of {spread} of 64 columns; .*16, 32, 64"):
+            examine(x=rows(M, spread), weight=rows(N, spread))
+    fp8 = torch.float8_e4m3fn
+    with pytest.raises(ValueError, match=r"its values are torch\.float8_e4m3fn, allowed: int8"):
+        examine(x=rows(M, 64, fp8), weight=rows(N, 64, fp8))
+
+
+def test_kernels_that_do_not_spread_refuse_spread_rows() -> None:
+    weight = ScaledRows.empty(N, K, "cpu", torch.int8, 64)
+    with pytest.raises(ValueError, match="weight is spread; this kernel takes rows as they are"):
+        operands.check_weight_only_operands(
+            zeros(M, K), weight, None, None, zeros(M, N), gated=False, max_tokens=M
+        )
+
+
+def test_kernels_take_the_log_2_of_blocks() -> None:
+    found = [ScaledRows.empty(1, 64, "cpu", torch.int8, block) for block in (0, 16, 32, 64)]
+    assert [rows.spread_bits for rows in found] == [0, 4, 5, 6]
+    assert [rows.first(0).spread for rows in found] == [0, 16, 32, 64]
+
+
 def test_rows_of_x_may_be_strided() -> None:
     assert examine(x=zeros(M, 2 * K)[:, :K]) == examine()
 
