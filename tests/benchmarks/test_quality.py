@@ -149,10 +149,10 @@ def test_coarser_weights_miss_the_gates(
 ) -> None:
     """With 9 values of a weight instead of 255."""
 
-    def coarse(weight: torch.Tensor, dtype: torch.dtype) -> QuantizedMatrix:
-        fine = quantize(weight, torch.int8)
+    def coarse(weight: torch.Tensor, dtype: torch.dtype, spread: int) -> QuantizedMatrix:
+        fine = quantize(weight, torch.int8, spread)
         values = (fine.values.float() / 32).round() * 32
-        return QuantizedMatrix(values.clamp(-127, 127).to(dtype), fine.scales)
+        return QuantizedMatrix(values.clamp(-127, 127).to(dtype), fine.scales, spread)
 
     monkeypatch.setattr("inflight.models.quantization.matrix.quantize", coarse)
     for variant, found in zip(LINEAR, measured(checkpoint, *LINEAR), strict=True):

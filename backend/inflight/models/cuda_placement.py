@@ -4,6 +4,7 @@ which it imports, need not be installed."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -92,12 +93,12 @@ class CudaPlacement:
                 kept, bias, self._groups, self._batch_invariant, self.valid_tokens
             )
         if isinstance(memory, QuantizedInputs) and can_multiply(num_rows, width):
-            parts = self._quantized(weights)
+            parts = self._quantized(weights, spreads=True)
             if isinstance(parts, QuantizedMatrix):
-                rows = ScaledRows(parts.values, parts.scales)
+                rows = ScaledRows(parts.values, parts.scales, parts.spread)
                 return CudaScaledLinear(rows, bias, memory, self._batch_invariant)
         elif isinstance(memory, DequantizedWeight) and can_widen(width):
-            parts = self._quantized(weights)
+            parts = self._quantized(weights, spreads=False)
             if isinstance(parts, QuantizedMatrix):
                 return CudaWeightOnlyLinear(parts, bias, memory, self._batch_invariant)
         tensors = [dequantized(part) for part in weights]
@@ -113,9 +114,11 @@ class CudaPlacement:
             weights = [rounded(_moved(part, self._device)) for part in weights]
         return joined_records(weights, self._device, order)
 
-    def _quantized(self, weights: Sequence[Matrix]) -> QuantizedMatrix | list[Tensor]:
+    def _quantized(
+        self, weights: Sequence[Matrix], *, spreads: bool
+    ) -> QuantizedMatrix | list[Tensor]:
         moved = [_moved(part, self._device) for part in weights]
-        return in_one_format(moved, self._quantization)
+        return in_one_format(moved, self._quantization, spreads=spreads)
 
     def experts(self, count: int, parts: Iterator[ExpertParts]) -> CudaExperts:
         gate_up, down = ExpertStack(count), ExpertStack(count)
@@ -204,5 +207,5 @@ def _format(weight: ExpertsWeight) -> object:
 def _moved(part: Matrix, device: torch.device) -> Matrix:
     """On a device, where it is quantised much faster."""
     if isinstance(part, QuantizedMatrix):
-        return QuantizedMatrix(part.values.to(device), part.scales.to(device))
+        return replace(part, values=part.values.to(device), scales=part.scales.to(device))
     return part.to(device)

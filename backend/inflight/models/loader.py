@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Generic, Protocol, TypeVar
 
@@ -110,7 +110,8 @@ class WeightPlacement(Protocol[L, X, E]):
     def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> L:
         """Several linear layers fused into one, concatenated along rows; biases may be absent.
 
-        Parts may be quantised, and differ in that: `matrix.in_one_format`.
+        Parts may be quantised, and differ in that: `matrix.in_one_format`. If they are quantised
+        to INT8 here, and so are their inputs, both are spread.
         """
 
     def experts(self, count: int, parts: Iterator[ExpertParts]) -> X:
@@ -155,22 +156,28 @@ class CpuPlacement:
         return stored.to(torch.float32, copy=True).add_(offset)
 
     def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CpuWeight:
+        return self._linear_of(weights, biases, spreads=True)
+
+    def _linear_of(
+        self, weights: Sequence[Matrix], biases: Sequence[Tensor], *, spreads: bool
+    ) -> CpuWeight:
         bias = self._joined(biases) if biases else None
         if self._linear.quantization == "int4":
             weights = [rounded(part) for part in weights]
         grouped = self._kept(weights)
         if grouped:
             return CpuGroupedLinear([PackedPart(part) for part in joined_kinds(grouped)], bias)
-        parts = in_one_format(weights, self._linear.quantization)
+        parts = in_one_format(weights, self._linear.quantization, spreads=spreads)
         if isinstance(parts, QuantizedMatrix):
             return CpuQuantizedLinear(parts, bias)
         return CpuLinear(self._joined(parts), bias)
 
     def experts(self, count: int, parts: Iterator[ExpertParts]) -> CpuExperts:
+        # Not spread, as on GPUs, whose kernels of experts quantise inputs as they are.
         return [
             MlpWeights(
-                self.linear(expert.gate_up, expert.gate_up_biases),
-                self.linear(expert.down, expert.down_biases),
+                self._linear_of(expert.gate_up, expert.gate_up_biases, spreads=False),
+                self._linear_of(expert.down, expert.down_biases, spreads=False),
             )
             for expert in parts
         ]
@@ -568,7 +575,8 @@ def _in_order(stored: M, order: Tensor | None) -> M:
             return stored
         return stored.rows(_in_order(torch.arange(stored.shape[0]), order))
     if isinstance(stored, QuantizedMatrix):
-        return QuantizedMatrix(_in_order(stored.values, order), _in_order(stored.scales, order))
+        values, scales = _in_order(stored.values, order), _in_order(stored.scales, order)
+        return replace(stored, values=values, scales=scales)
     if stored.is_meta:
         return stored
     heads = stored.reshape(-1, len(order), *stored.shape[1:])

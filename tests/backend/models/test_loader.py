@@ -11,15 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Glm4Config, Qwen3Config
+from transformers import Glm4Config, Qwen3Config, Qwen3MoeConfig
 
 import family
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models import registry
+from inflight.config import Quantization
+from inflight.models import loader, registry
 from inflight.models.layers.linear import CpuWeight
+from inflight.models.linear.quantized import CpuQuantizedLinear
 from inflight.models.linear.unquantized import CpuLinear
 from inflight.models.loader import CpuPlacement, linear_names, load_weights
+from inflight.models.quantization.choice import CpuFormat
 from inflight.models.quantization.matrix import (
     DTYPES,
     Matrix,
@@ -162,3 +165,33 @@ def test_parts_that_differ_in_format_are_dequantised_as_is_an_output_layer(tmp_p
     assert isinstance(k, Tensor) and torch.equal(k, before[plain])
     (head,) = placement.heads
     assert torch.equal(head, quantize(before["lm_head.weight"], DTYPES["fp8"]).dequantized())
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_int8_spreads_the_layers_that_it_quantises_but_no_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Quantization
+) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = Qwen3MoeConfig(**family.SHAPE | sizes, mlp_only_layers=[0], pad_token_id=0)
+    checkpoint = family.write_folder(family.make(config), tmp_path)
+    found: dict[tuple[int, ...], set[int]] = {}
+
+    def record(weight: QuantizedMatrix, bias: Tensor | None) -> CpuQuantizedLinear:
+        found.setdefault(tuple(weight.shape), set()).add(weight.spread)
+        return CpuQuantizedLinear(weight, bias)
+
+    monkeypatch.setattr(loader, "CpuQuantizedLinear", record)
+    placement = CpuPlacement(torch.float32, CpuFormat(kind, keeps_groups=False))
+    load_weights(checkpoint, read_spec(checkpoint), placement, lambda *_: None)
+    dense = {(256, 64): 64, (64, 128): 64, (192, 64): 64, (64, 96): 32}  # qkv, out, gate | up, down
+    experts = {(96, 64): 0, (64, 48): 0}
+    expected = experts | (dense if kind == "int8" else dict.fromkeys(dense, 0))
+    assert found == {shape: {spread} for shape, spread in expected.items()}
+
+
+def test_rows_of_a_spread_matrix_keep_their_block_in_another_order() -> None:
+    matrix = quantize(torch.randn(8, 32), torch.int8, 32)
+    order = torch.tensor([2, 0, 3, 1])
+    found = loader._in_order(matrix, order)
+    exact = matrix.dequantized().view(2, 4, 32).index_select(1, order).view(8, 32)
+    assert found.spread == 32 and torch.equal(found.dequantized(), exact)

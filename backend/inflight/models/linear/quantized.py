@@ -21,12 +21,13 @@ class CpuQuantizedLinear:
     float32 does.
 
     Args:
-        weight: [n, k]; not kept.
+        weight: [n, k]; not kept. Inputs are spread as it is.
         bias: [n], or None.
     """
 
     def __init__(self, weight: QuantizedMatrix, bias: Tensor | None) -> None:
         self._dtype = weight.dtype
+        self._spread = weight.spread
         self._values = pack(weight.values.to(torch.float32))
         # A copy: the weights must not depend on the mapped file.
         self._scales = weight.scales.clone()
@@ -34,4 +35,6 @@ class CpuQuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] -> [T, n]."""
-        return ops.quantized_linear(x, self._values, self._scales, self._bias, self._dtype)
+        return ops.quantized_linear(
+            x, self._values, self._scales, self._bias, self._dtype, self._spread
+        )

@@ -40,7 +40,7 @@ class CudaWeightOnlyLinear:
     """A weight on a GPU of which the values have 8 bits, and x 16.
 
     Args:
-        weight: [n, k]; see `can_widen`.
+        weight: [n, k], not spread; see `can_widen`.
         bias: [n], or None.
         dequantized: for at least n * k values; of x's type.
         batch_invariant: dequantise for any number of tokens, and multiply as `CudaLinear` does.
@@ -53,6 +53,7 @@ class CudaWeightOnlyLinear:
         dequantized: DequantizedWeight,
         batch_invariant: bool,
     ) -> None:
+        assert not weight.spread, "x keeps its columns"
         self.weight = ScaledRows(weight.values, _nan_of_broken_rows(weight))
         self._bias = bias
         self._batch_invariant = batch_invariant

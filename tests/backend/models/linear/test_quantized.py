@@ -24,6 +24,7 @@ from inflight.models.quantization.matrix import DTYPES, quantize
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
+from inflight_kernels.torch_ops.quantization import spread_block
 
 SHAPE = family.SHAPE | {"pad_token_id": 0}
 MODELS: dict[str, Any] = {
@@ -32,6 +33,13 @@ MODELS: dict[str, Any] = {
     # Its rows of q and k are put into another order.
     "glm4, biased and fused": Glm4Config(**SHAPE, attention_bias=True),
 }
+
+FILES_AND_LOADED = pytest.mark.parametrize(
+    ("kind", "spread"),
+    [("fp8", False), ("int8", False), ("int8", True)],
+    ids=["fp8", "int8", "int8, quantised at load"],
+)
+"""INT8 weights are spread if they are quantised at load, those of files are not."""
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -54,6 +62,19 @@ def test_the_product_is_that_of_the_rounded_matrices(kind: str, dtype: torch.dty
     torch.testing.assert_close(without(x), exact.to(dtype), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("width", [96, 64, 48])
+def test_inputs_are_spread_as_the_weight_is(width: int) -> None:
+    x, weight = drawn(9, width), drawn(40, width, seed=1)
+    x[:, 3] *= 50.0
+    found = CpuQuantizedLinear(quantize(weight, torch.int8, spread_block(width)), None)(x)
+    one, other = (quantized_models.rounded(part, "int8", spread=True) for part in (x, weight))
+    expected = one.double() @ other.double().t()
+    plain = CpuQuantizedLinear(quantize(weight, torch.int8), None)(x)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+    exact = x.double() @ weight.double().t()
+    assert (found - exact).norm() < 0.5 * (plain - exact).norm(), "the large column costs less"
+
+
 def logits(folder: Path, quantization: Quantization) -> Tensor:
     texts = [family.tokens(seed=1), family.tokens(seed=2)]
     checkpoint = Checkpoint(folder, "huggingface")
@@ -66,27 +87,29 @@ def reference_logits(model: Any) -> Tensor:
     return torch.cat([family.reference_logits(model, text) for text in texts])
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@FILES_AND_LOADED
 @pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
 def test_logits_equal_those_of_transformers_with_rounded_values(
-    tmp_path: Path, config: Any, kind: Quantization
+    tmp_path: Path, config: Any, kind: Quantization, spread: bool
 ) -> None:
     model = family.make(config, deviation=0.05)
     source, written = tmp_path / "in", tmp_path / "out"
     names = linear_names(read_spec(family.write_folder(model, source)))
     quantize_folder(source, written, names, kind)
-    quantized_models.round_weights(model, names, kind)
+    quantized_models.round_weights(model, names, kind, spread=spread)
     weights_only = reference_logits(model)
-    quantized_models.round_activations(model, names, kind)
+    quantized_models.round_activations(model, names, kind, spread=spread)
     expected = reference_logits(model)
 
-    torch.testing.assert_close(logits(written, "none"), weights_only, rtol=1e-3, atol=1e-4)
-    found = logits(written, "auto")
+    found = logits(source if spread else written, kind)
     # A sum in another order may round a value to its other neighbour, so not every logit is equal.
     assert (found - expected).norm() < 0.2 * (weights_only - expected).norm()
     assert (found - expected).abs().median() < 1e-4
-    assert torch.equal(logits(source, kind), found), "weights quantised when they are loaded"
-    assert torch.equal(logits(written, kind), found), "a checkpoint that is quantised already"
+    if not spread:
+        torch.testing.assert_close(logits(written, "none"), weights_only, rtol=1e-3, atol=1e-4)
+        assert torch.equal(logits(written, "auto"), found), "a checkpoint that is quantised already"
+    if kind == "fp8":
+        assert torch.equal(logits(source, kind), found), "weights quantised when they are loaded"
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -12,6 +12,7 @@ from inflight.models.quantization.matrix import (
     DTYPES,
     Matrix,
     QuantizedMatrix,
+    column_parts,
     dequantized,
     in_one_format,
     quantize,
@@ -29,7 +30,7 @@ def drawn(rows: int, seed: int = 0) -> Tensor:
 def same(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
     """Bit for bit."""
     return (
-        one.dtype == other.dtype
+        (one.dtype, one.spread) == (other.dtype, other.spread)
         and torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8))
         and torch.equal(one.scales, other.scales)
     )
@@ -131,3 +132,77 @@ def test_without_memory_a_matrix_has_shapes_alone() -> None:
     matrix = quantize(torch.empty(6, 32, device="meta"), FP8)
     assert matrix.values.is_meta and matrix.scales.is_meta
     assert (matrix.shape, matrix.dtype, matrix.scales.shape) == ((6, 32), FP8, (6,))
+
+
+# ---------------------------------------------------------------- spread matrices
+
+
+def test_a_spread_matrix_is_dequantised_in_its_own_columns() -> None:
+    weight = drawn(40)
+    weight[:, 5] *= 30.0
+    matrix = quantize(weight, INT8, 32)
+    assert (matrix.spread, matrix.shape) == (32, weight.shape)
+    found = matrix.dequantized()
+    # Each block has steps of its largest value, which the large column spreads over all of them.
+    largest = weight.abs().amax(1, keepdim=True)
+    assert ((found - weight).abs() <= largest / 127).all()
+    plain = quantize(weight, INT8).dequantized()
+    assert (found - weight).norm() < 0.5 * (plain - weight).norm()
+
+
+def test_parts_that_int8_quantises_are_spread_alike_if_their_inputs_may_be() -> None:
+    parts = [drawn(4).bfloat16(), quantize(drawn(6, seed=1), FP8)]
+    found = in_one_format(parts, "int8", spreads=True)
+    assert isinstance(found, QuantizedMatrix)
+    exact = torch.cat([dequantized(part).float() for part in parts])
+    assert same(found, quantize(exact, INT8, 32))
+    assert [part.spread for part in found.split([4, 6])] == [32, 32]
+    plain = in_one_format(parts, "int8")
+    assert isinstance(plain, QuantizedMatrix) and same(plain, quantize(exact, INT8))
+
+
+def test_no_part_is_spread_beside_one_with_the_values_of_a_file() -> None:
+    plain, stored = drawn(4), quantize(drawn(6, seed=1), INT8)
+    found = in_one_format([plain, stored], "int8", spreads=True)
+    assert isinstance(found, QuantizedMatrix)
+    first, second = found.split([4, 6])
+    assert same(first, quantize(plain, INT8)) and same(second, stored)
+
+
+@pytest.mark.parametrize(
+    ("parts", "quantization"),
+    [
+        ([quantize(drawn(4), INT8)], "int8"),
+        ([quantize(drawn(4), INT8)], "auto"),
+        ([drawn(4)], "fp8"),
+        ([torch.randn(4, 24)], "int8"),
+    ],
+    ids=["a file", "a file, auto", "fp8", "no block divides the width"],
+)
+def test_other_parts_are_not_spread(parts: list[Matrix], quantization: Quantization) -> None:
+    found = in_one_format(parts, quantization, spreads=True)
+    assert isinstance(found, QuantizedMatrix) and not found.spread
+
+
+def test_parts_that_are_spread_differently_are_dequantised() -> None:
+    parts = [quantize(drawn(4), INT8, 32), quantize(drawn(6, seed=1), INT8)]
+    found = in_one_format(parts, "auto")
+    assert isinstance(found, list)
+    assert torch.equal(torch.cat(found), torch.cat([part.dequantized() for part in parts]))
+
+
+def test_columns_are_parted_between_blocks_or_dequantised() -> None:
+    matrix = quantize(torch.cat([drawn(4), drawn(4, seed=1)], 1), INT8, 32)
+    exact = matrix.dequantized()
+    halves = column_parts(matrix, 2)
+    assert all(isinstance(half, QuantizedMatrix) and half.spread == 32 for half in halves)
+    assert torch.equal(torch.cat([dequantized(half) for half in halves], 1), exact)
+    quarters = column_parts(matrix, 4)
+    assert all(isinstance(quarter, Tensor) for quarter in quarters)
+    assert torch.equal(torch.cat([dequantized(quarter) for quarter in quarters], 1), exact)
+
+
+def test_without_memory_a_spread_matrix_has_shapes_alone() -> None:
+    matrix = in_one_format([torch.empty(6, 32, device="meta")], "int8", spreads=True)
+    assert isinstance(matrix, QuantizedMatrix) and matrix.values.is_meta
+    assert (matrix.shape, matrix.spread) == ((6, 32), 32)
