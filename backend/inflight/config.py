@@ -205,7 +205,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Setting(
             "Of linear layers, the output layer excepted. `fp8` and `int8` quantise weights of 16 "
             "or 32 bits when they are loaded, with a scale for each output channel, and "
-            "activations per token, which on GPUs other than Hopper's keep 16 bits; `int4` "
+            "activations per token, which on GPUs other than Hopper's keep 16 bits; where both "
+            "are quantised, experts excepted, `int8` first Hadamard transforms them in blocks of "
+            "64 columns (QuaRot); `int4` "
             "rounds weights to 4 bits, with a scale and a minimum for each group of up to 128 "
             "columns, which changes outputs (lossy), and leaves activations as they are; "
             "`none` dequantises; `auto` is as the checkpoint stores them."
