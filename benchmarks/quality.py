@@ -99,6 +99,11 @@ STORED = (
 )
 LINEAR = (
     Variant("int8", quantization="int8", gate=Gate(max_kl=0.003, min_same_top_1=0.99)),
+    Variant(
+        "int8-hadamard",
+        quantization="int8_hadamard",
+        gate=Gate(max_kl=0.003, min_same_top_1=0.99),
+    ),
     Variant("fp8", quantization="fp8", gate=Gate(max_kl=0.015, min_same_top_1=0.97)),
 )
 KV = (
@@ -370,10 +375,10 @@ def conditions(tokens: int) -> dict[str, Any]:
             f"at least {tokens:,} predicted tokens, in consecutive contexts of the given length, "
             "teacher-forced on the CPU in float32; text: pydoc_data.topics of this Python, "
             f"sorted by name (SHA-256 {digest[:16]}). The reference, none, has the weights of the "
-            "file dequantised to float32 and a KV cache in float32; int8 and fp8 are of linear "
-            "layers, kv-int8 and kv-fp8 of the KV cache; stored keeps the file's 4 to 8 bits; "
-            "int4, q4_0 and q4_1 are made of the dequantised weights, by inflight and gguf; "
-            "KL(reference || variant) in nats"
+            "file dequantised to float32 and a KV cache in float32; int8, int8-hadamard and fp8 "
+            "are of linear layers, kv-int8 and kv-fp8 of the KV cache; stored keeps the file's 4 "
+            "to 8 bits; int4, q4_0 and q4_1 are made of the dequantised weights, by inflight and "
+            "gguf; KL(reference || variant) in nats"
         ),
         "threads": torch.get_num_threads(),
     }

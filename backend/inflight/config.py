@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Quantization = Literal["auto", "none", "fp8", "int8", "int4"]
+Quantization = Literal["auto", "none", "fp8", "int8", "int8_hadamard", "int4"]
 KVDtype = Dtype | Literal["fp8", "int8"]
 """Of keys and values."""
 
@@ -205,9 +205,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Setting(
             "Of linear layers, the output layer excepted. `fp8` and `int8` quantise weights of 16 "
             "or 32 bits when they are loaded, with a scale for each output channel, and "
-            "activations per token, which on GPUs other than Hopper's keep 16 bits; where both "
-            "are quantised, experts excepted, `int8` first Hadamard transforms them in blocks of "
-            "64 columns (QuaRot); `int4` "
+            "activations per token, which on GPUs other than Hopper's keep 16 bits; "
+            "`int8_hadamard` is `int8` that first Hadamard transforms weights and activations in "
+            "blocks of 64 columns (QuaRot), the most accurate of the three and slower for few "
+            "sequences, experts and layers whose activations keep 16 bits excepted; `int4` "
             "rounds weights to 4 bits, with a scale and a minimum for each group of up to 128 "
             "columns, which changes outputs (lossy), and leaves activations as they are; "
             "`none` dequantises; `auto` is as the checkpoint stores them."

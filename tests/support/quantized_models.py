@@ -16,33 +16,30 @@ from inflight_kernels.torch_ops.quantization import spread_block, spread_inputs,
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 
-def rounded(x: Tensor, kind: str, *, spread: bool = False) -> Tensor:
-    """x [..., k] with each row rounded to 8 bits, times its scale; in between it may be spread."""
-    if spread:
+def rounded(x: Tensor, kind: str) -> Tensor:
+    """x [..., k] with each row rounded to 8 bits, times its scale."""
+    if kind == "int8_hadamard":
         block = spread_block(x.shape[-1])
-        return spread_weight(rounded(spread_inputs(x, block), kind), block)  # and back
+        return spread_weight(rounded(spread_inputs(x, block), "int8"), block)  # and back
     scales = x.abs().amax(-1, keepdim=True) / LARGEST[kind]
     values = x / scales
     return scales * (values.to(torch.float8_e4m3fn).float() if kind == "fp8" else values.round())
 
 
 @torch.no_grad()
-def round_weights(model: Any, names: Collection[str], kind: str, *, spread: bool = False) -> None:
-    """Round these weights of a model, in place; `spread` in between, as INT8 is at load."""
+def round_weights(model: Any, names: Collection[str], kind: str) -> None:
+    """Round these weights of a model, in place."""
     for name, parameter in model.named_parameters():
         if name in names:
-            parameter.copy_(rounded(parameter, kind, spread=spread))
+            parameter.copy_(rounded(parameter, kind))
 
 
-def round_activations(
-    model: Any, names: Collection[str], kind: str, *, spread: bool = False
-) -> None:
-    """Round the inputs of the modules with these weights from now on, token by token; `spread` in
-    between, if these are."""
+def round_activations(model: Any, names: Collection[str], kind: str) -> None:
+    """Round the inputs of the modules with these weights from now on, token by token."""
     for name, module in model.named_modules():
         if f"{name}.weight" in names:
             module.register_forward_pre_hook(
-                lambda _, inputs: (rounded(inputs[0], kind, spread=spread), *inputs[1:])
+                lambda _, inputs: (rounded(inputs[0], kind), *inputs[1:])
             )
 
 

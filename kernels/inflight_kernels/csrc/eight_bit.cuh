@@ -65,17 +65,15 @@ __device__ inline unsigned block_max(unsigned value, unsigned (&partial)[32]) {
 
 // Rows of Int8 may be spread before they are quantised: blocks of 2^bits columns are Hadamard
 // transformed, by butterflies of columns that are 1, 2, 4 and so on apart, as
-// torch_ops/quantization.py defines it. Those of Fp8 are not: nothing of this is compiled for them.
-template <typename Value>
-constexpr bool MAY_SPREAD = SAME<Value, Int8>;
+// torch_ops/quantization.py defines it. Kernels that do so are others (SPREADS), as few tokens wait
+// for instructions.
 
 // Spread N adjacent columns of each lane; lanes of a block are adjacent, beginning with a multiple
-// of their number, and have zeros behind the end of a row. bits: 4 to 6, or 0 to leave them as they
-// are. All lanes of the warp must call it.
+// of their number, and have zeros behind the end of a row. bits: 4 to 6. All lanes of the warp must
+// call it.
 template <int N>
 __device__ __forceinline__ void spread_columns(float (&a)[N], int bits) {
     static_assert(N <= 16, "a thread has columns of one block");
-    if (bits == 0) return;
 #pragma unroll
     for (int distance = 1; distance < N; distance *= 2)
 #pragma unroll

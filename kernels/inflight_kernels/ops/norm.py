@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import QUANTIZING_TYPES, ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
-    BYTE_TYPES,
     STORAGE_TYPES,
     check,
     kernel,
@@ -72,7 +71,8 @@ def rms_norm(
     if not num_rows:
         return
     name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
-    kernel("norm", _scaled_name(value_type, name) if value_type else name)(
+    spreads = out.spreads if isinstance(out, ScaledRows) else ""
+    kernel("norm", _scaled_name(value_type, name, spreads) if value_type else name)(
         num_rows,
         threads,
         x,
@@ -111,8 +111,8 @@ def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
     return f"rms_norm<{storage}, {sum_type}, {per_thread}, {'true' if adds else 'false'}>"
 
 
-def _scaled_name(value_type: str, name: str) -> str:
-    return f"scaled_{name.replace('<', f'<{value_type}, ', 1)}"
+def _scaled_name(value_type: str, name: str, spreads: str) -> str:
+    return f"scaled_{name.replace('<', f'<{value_type}, ', 1)[:-1]}{spreads}>"
 
 
 def block_of(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
@@ -145,8 +145,8 @@ def instantiations() -> list[Instantiation]:
         for adds in (True, False)
     )
     quantized = tuple(
-        _scaled_name(value_type, name)
-        for value_type in BYTE_TYPES.values()
+        _scaled_name(value_type, name, spreads)
+        for value_type, spreads in QUANTIZING_TYPES
         for name in names
         if name.startswith(tuple(f"rms_norm<{storage}," for storage in _QUANTIZED_TYPES.values()))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _reference(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int8_hadamard"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_logits_are_those_of_transformers_with_rounded_values(
     tmp_path: Path, config: Any, kind: Quantization, batch_invariant: bool
@@ -86,9 +87,9 @@ def test_logits_are_those_of_transformers_with_rounded_values(
     checkpoint, model = _made(config, tmp_path)
     names = linear_names(read_spec(checkpoint))
     exact = _reference(model)
-    spread = kind == "int8"  # as weights are that are quantised at load
-    quantized_models.round_weights(model, names, kind, spread=spread)
-    quantized_models.round_activations(model, names, kind, spread=spread)
+    spread = kind == "int8_hadamard"
+    quantized_models.round_weights(model, names, kind)
+    quantized_models.round_activations(model, names, kind)
     expected = _reference(model)
 
     decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, kind)
@@ -96,7 +97,13 @@ def test_logits_are_those_of_transformers_with_rounded_values(
     found = logits[: len(expected)].double().cpu()
     # bfloat16 rounds on the way, which turns values of 8 bits into their neighbours: the errors
     # differ from the reference's, but are as large.
-    ratio = float((found - exact).norm() / (expected - exact).norm())
+    error = float((expected - exact).norm())
+    ratio = float((found - exact).norm()) / error
+    if spread:  # as small as the errors of bfloat16, which are beside them
+        plain, _ = run(make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant), EVERY_ROW)
+        noise = float((plain[: len(expected)].double().cpu() - exact).norm())
+        assert 0.75 < ratio < 1.3 * math.hypot(error, noise) / error, (ratio, noise / error)
+        return
     assert 0.75 < ratio < 1.3, ratio
     assert (found - expected).norm() < (exact - expected).norm(), "no closer than without rounding"
 

@@ -167,8 +167,8 @@ def test_parts_that_differ_in_format_are_dequantised_as_is_an_output_layer(tmp_p
     assert torch.equal(head, quantize(before["lm_head.weight"], DTYPES["fp8"]).dequantized())
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_int8_spreads_the_layers_that_it_quantises_but_no_experts(
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int8_hadamard"])
+def test_dense_layers_are_spread_but_no_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Quantization
 ) -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -185,7 +185,7 @@ def test_int8_spreads_the_layers_that_it_quantises_but_no_experts(
     load_weights(checkpoint, read_spec(checkpoint), placement, lambda *_: None)
     dense = {(256, 64): 64, (64, 128): 64, (192, 64): 64, (64, 96): 32}  # qkv, out, gate | up, down
     experts = {(96, 64): 0, (64, 48): 0}
-    expected = experts | (dense if kind == "int8" else dict.fromkeys(dense, 0))
+    expected = experts | (dense if kind == "int8_hadamard" else dict.fromkeys(dense, 0))
     assert found == {shape: {spread} for shape, spread in expected.items()}
 
 

@@ -177,7 +177,7 @@ def test_a_dequantised_weight_is_that_of_torch(
     weight = _quantized(n, k, byte)
     out = Guarded(n, k, dtype=dtype)
     dequantize(weight, out=out.tensor)
-    assert torch.equal(out.check(), dequantize_rows(*weight).to(dtype))
+    assert torch.equal(out.check(), dequantize_rows(weight.values, weight.scales).to(dtype))
 
 
 def test_no_tokens_are_no_launch() -> None:

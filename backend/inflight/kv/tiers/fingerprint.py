@@ -42,9 +42,7 @@ def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint, block_bytes: in
         "version": __version__,
         "files": [_facts(file) for path in paths for file in _files(path)],
         "block_bytes": block_bytes,
-        # Neither in blocks of earlier commits.
-        "spread_keys": config.kv_dtype == "int8",
-        "spread_weights": config.quantization == "int8",
+        "spread_keys": config.kv_dtype == "int8",  # not in blocks of earlier commits
         "settings": {name: getattr(config, name) for name in _SETTINGS},
     }
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]

@@ -38,6 +38,7 @@ from inflight.models.spec import ModelSpec
 UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}
 _INT4: Quantization = "int4"
+_8_BITS = (*_NAMES.values(), "int8_hadamard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ class CpuFormat:
     """How linear layers run on a CPU, the output layer excepted.
 
     Attributes:
-        quantization: of parts that do not stay in codes with scales of groups: `fp8` and `int8`
-            quantise them, `int4` rounds them, `auto` leaves those of 8 bits as they are stored, and
-            `none` dequantises.
+        quantization: of parts that do not stay in codes with scales of groups: `fp8`, `int8` and
+            `int8_hadamard` quantise them, `int4` rounds them, `auto` leaves those of 8 bits as they
+            are stored, and `none` dequantises.
         keeps_groups: whether codes with scales of groups are multiplied as they are, also those of
             weights that are rounded; if not, they are dequantised.
     """
@@ -94,10 +95,11 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
     if quantization == _INT4:
         _check_same(checkpoint, stored, quantization)
         return GpuFormat(keeps_groups=True)
-    if quantization in _NAMES.values():
+    if quantization in _8_BITS:
         _check_same(checkpoint, stored, quantization)
-        dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
-        return GpuFormat(dtypes, weight_only=not is_hopper)
+        return GpuFormat(
+            frozenset({FP8 if quantization == _NAMES[FP8] else INT8}), weight_only=not is_hopper
+        )
     if quantization == "none":
         return GpuFormat()
     if stored is None:
@@ -114,7 +116,7 @@ def check_setting(checkpoint: Checkpoint, quantization: Quantization) -> None:
     Raises:
         ConfigError: the checkpoint is quantised to other values than those of the setting.
     """
-    if quantization in (*_NAMES.values(), _INT4):
+    if quantization in (*_8_BITS, _INT4):
         _check_same(checkpoint, _stored_format(checkpoint), quantization)
 
 
@@ -135,8 +137,8 @@ def linear_format(
         ConfigError: see `check_setting`; or the files are corrupt.
     """
     check_setting(checkpoint, quantization)
-    if quantization in _NAMES.values():
-        return quantization
+    if quantization in _8_BITS:
+        return _NAMES[FP8] if quantization == _NAMES[FP8] else _NAMES[INT8]
     names: list[str] = []
     if quantization != "none":
         stored = _stored_format(checkpoint)
@@ -161,7 +163,7 @@ def cpu_format(
         ConfigError: see `linear_format`.
     """
     check_setting(checkpoint, quantization)
-    if quantization in _NAMES.values():
+    if quantization in _8_BITS:
         return CpuFormat(quantization, keeps_groups=False)
     if rounds_weights(checkpoint, quantization):
         return CpuFormat(_INT4, keeps_groups)
@@ -268,7 +270,7 @@ def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantiz
     name = linear_format(checkpoint, quantization, keeps_groups=False)
     if name == UNQUANTISED:
         return 0
-    if name == quantization:
+    if quantization in _8_BITS:
         return spec.quantizable_elements
     return _num_stored(checkpoint, frozenset(_NAMES))
 

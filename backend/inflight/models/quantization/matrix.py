@@ -26,6 +26,9 @@ from inflight_kernels.torch_ops.quantization import (
 DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """Types of values, by the name of the format in settings."""
 
+SPREAD_INT8: Quantization = "int8_hadamard"
+"""As INT8, of weights and inputs that are spread first."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedMatrix:
@@ -139,19 +142,19 @@ def in_one_format(
     Args:
         parts: one or more, of the same width.
         quantization: `none` and `int4` dequantise all of them (see `rounded`), `auto` those that
-            differ in format or are in groups; `fp8` and `int8` quantise those that are not
-            quantised.
-        spreads: whether inputs of the layer may be spread, so that `int8` spreads the parts before
-            it quantises them. All have the same inputs, so none is spread if a part already has
-            values of a file. `fp8` gains nothing by it.
+            differ in format or are in groups; others quantise those that are not quantised.
+        spreads: whether inputs of the layer may be spread, so that SPREAD_INT8 spreads the parts
+            before it quantises them. All have the same inputs, so none is spread if a part already
+            has values of a file.
 
     Returns:
         All parts as one matrix with 8-bit values, concatenated along rows; or the parts, each in 16
         or 32 bits.
     """
-    wanted = DTYPES.get(quantization)
+    wanted = torch.int8 if quantization == SPREAD_INT8 else DTYPES.get(quantization)
     if wanted is not None:
-        spreads &= wanted == torch.int8 and not any(_has_dtype(part, wanted) for part in parts)
+        spreads &= quantization == SPREAD_INT8
+        spreads &= not any(_has_dtype(part, wanted) for part in parts)
         spread = spread_block(parts[0].shape[1]) if spreads else 0
         parts = [
             part if _has_dtype(part, wanted) else quantize(dequantized(part), wanted, spread)

@@ -25,8 +25,8 @@ struct StoredRows {
 // thread writes only what it has read itself.
 //
 // ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
-// or Fp8 or Int8 with a scale for each row, spread first by spread_bits (see spread_columns).
-template <typename T, typename R, typename Out, int VECTORS, bool ADD, class Rows>
+// or Fp8 or Int8 with a scale for each row. SPREADS: by spread_bits first (see spread_columns).
+template <typename T, typename R, typename Out, int VECTORS, bool ADD, bool SPREADS, class Rows>
 __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const float* weight,
                                          R* total, Out* out, float* scales, int hidden, float eps,
                                          int spread_bits) {
@@ -113,7 +113,6 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
             }
         }
     } else {
-        constexpr bool SPREADS = MAY_SPREAD<Out>;
         __shared__ unsigned maxima[32];
         float spread[SPREADS ? VECTORS : 1][N];  // as they are quantised
         unsigned largest = 0;

@@ -4,10 +4,9 @@
 // One block per row of `width` values, which is kept in registers: blockDim.x * VECTORS 16-byte
 // vectors of T. Rows of x are `stride` values apart, those of `values` are contiguous. spread_bits:
 // see spread_columns.
-template <typename Value, typename T, int VECTORS>
+template <typename Value, typename T, int VECTORS, bool SPREADS = false>
 __global__ void __launch_bounds__(512) quantize_rows(const T* x, Value* values, float* scales,
                                                      int width, int stride, int spread_bits) {
-    constexpr bool SPREADS = MAY_SPREAD<Value>;
     constexpr int N = VECTOR<T>;
     __shared__ unsigned partial[32];
     const T* const row = x + static_cast<long long>(blockIdx.x) * stride;

@@ -21,7 +21,7 @@ __device__ void store_pair(Out* to, float a, float b) {
 // See skinny_gemm. In: type of the weight, and of x unless it is QUANTIZED here; row_scales is null
 // unless it has 8 bits. PAIR: by pairs of blocks.
 template <typename In, typename T, typename Out, int ROWS, bool GATED, bool PAIR,
-          bool QUANTIZED = false, bool OF_SUMS = false>
+          bool QUANTIZED = false, bool OF_SUMS = false, bool SPREADS = false>
 __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float* row_scales,
                          const T* bias, const T* residual, Out* out, int m, int n, int k,
                          int stages, int spread_bits = 0) {
@@ -129,7 +129,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     // Of this thread's two tokens.
     float token_scale[2] = {};
     if constexpr (QUANTIZED) {
-        token_scale[0] = quantize_input<PAIR ? 4 : 2, OF_SUMS>(
+        token_scale[0] = quantize_input<PAIR ? 4 : 2, OF_SUMS, SPREADS>(
             x, quantized, partial, m, k, first, last, thread, warp * 16 + lane / 4, spread_bits);
         if (warp > WARPS) return;
     } else if constexpr (SCALED) {
@@ -321,27 +321,27 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 // kernels before it. Threads: 32 * HELPERS more. Dynamic shared memory: 1024 + ROWS * 32 + stages *
 // (ROWS * 128 + 16) bytes, 1024 for each 128 columns of x that a block multiplies, and 512.
 // spread_bits: of x, before it is quantised, and of the weight; see spread_columns.
-template <typename In, typename T, int ROWS, bool GATED>
+template <typename In, typename T, int ROWS, bool GATED, bool SPREADS = false>
 __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm(const T* x, int stride, const float* norm, float eps,
                            const __grid_constant__ TensorMap weight, const float* row_scales,
                            const T* bias, const T* residual, T* out, int m, int n, int k,
                            int stages, int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
-    mainloop<In, T, T, ROWS, GATED, false, true>(input, weight, row_scales, bias, residual, out, m,
-                                                 n, k, stages, spread_bits);
+    mainloop<In, T, T, ROWS, GATED, false, true, false, SPREADS>(
+        input, weight, row_scales, bias, residual, out, m, n, k, stages, spread_bits);
 }
 
 // The same of the norm of x + residual, which the first block writes to total, [m, k] both.
-template <typename In, typename T, int ROWS>
+template <typename In, typename T, int ROWS, bool SPREADS = false>
 __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     summing_skinny_gemm(const T* x, int stride, const float* residual, float* total,
                         const float* norm, float eps, const __grid_constant__ TensorMap weight,
                         const float* row_scales, const T* bias, T* out, int m, int n, int k,
                         int stages, int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
-    mainloop<In, T, T, ROWS, false, false, true, true>(input, weight, row_scales, bias, nullptr,
-                                                       out, m, n, k, stages, spread_bits);
+    mainloop<In, T, T, ROWS, false, false, true, true, SPREADS>(
+        input, weight, row_scales, bias, nullptr, out, m, n, k, stages, spread_bits);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -372,18 +372,18 @@ __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
                                           stages);
 }
 
-template <typename In, typename T, int ROWS, bool GATED>
+template <typename In, typename T, int ROWS, bool GATED, bool SPREADS = false>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm_pairs(const T* x, int stride, const float* norm, float eps,
                                  const __grid_constant__ TensorMap weight, const float* row_scales,
                                  const T* bias, const T* residual, T* out, int m, int n, int k,
                                  int stages, int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
-    mainloop<In, T, T, ROWS, GATED, true, true>(input, weight, row_scales, bias, residual, out, m,
-                                                n, k, stages, spread_bits);
+    mainloop<In, T, T, ROWS, GATED, true, true, false, SPREADS>(
+        input, weight, row_scales, bias, residual, out, m, n, k, stages, spread_bits);
 }
 
-template <typename In, typename T, int ROWS>
+template <typename In, typename T, int ROWS, bool SPREADS = false>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     summing_skinny_gemm_pairs(const T* x, int stride, const float* residual, float* total,
                               const float* norm, float eps,
@@ -391,6 +391,6 @@ __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
                               const T* bias, T* out, int m, int n, int k, int stages,
                               int spread_bits) {
     const Input<T> input = {nullptr, nullptr, x, stride, norm, eps, residual, total};
-    mainloop<In, T, T, ROWS, false, true, true, true>(input, weight, row_scales, bias, nullptr, out,
-                                                      m, n, k, stages, spread_bits);
+    mainloop<In, T, T, ROWS, false, true, true, true, SPREADS>(
+        input, weight, row_scales, bias, nullptr, out, m, n, k, stages, spread_bits);
 }

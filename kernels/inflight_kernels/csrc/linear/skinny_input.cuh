@@ -40,13 +40,12 @@ __device__ inline void sync_quantizers() {
 // Returns the scale of the row `token`, if there is one. OF_SUMS: x is the norm of a sum. Rows are
 // spread by spread_bits (see spread_columns): then all lanes of a warp do as many rounds as its
 // first one.
-template <int AT_ONCE, bool OF_SUMS, typename T, typename Value>
+template <int AT_ONCE, bool OF_SUMS, bool SPREADS, typename T, typename Value>
 __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, int m, int k,
                                 int first_step, int last_step, int thread, int token,
                                 int spread_bits) {
     constexpr int N = VECTOR<T>, ALL = WARPS + HELPERS, THREADS = ALL * 32;
     constexpr int DEPTH = STAGE_DEPTH<Value>;
-    constexpr bool SPREADS = MAY_SPREAD<Value>;
     const int lane = thread % 32, warp = thread / 32;
     bool writes = OF_SUMS && blockIdx.x == 0;
     const auto load = [&](const uint4& raw, int t, int column, float(&a)[N], float& squares) {

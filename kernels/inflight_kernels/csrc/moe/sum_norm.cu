@@ -30,18 +30,18 @@ __global__ void __launch_bounds__(512)
                  int top_k, const float* weight, R* total, T* out, int hidden, float eps) {
     __shared__ Parts parts;
     const ExpertRows<T> experts = {rows, positions, weights, shared, hidden, top_k};
-    norm_row<T, R, T, VECTORS, true>(SummedExperts<T>{experts, parts}, total, weight, total, out,
-                                     nullptr, hidden, eps, 0);
+    norm_row<T, R, T, VECTORS, true, false>(SummedExperts<T>{experts, parts}, total, weight, total,
+                                            out, nullptr, hidden, eps, 0);
 }
 
 // The same, quantised by rows.
-template <typename Value, typename T, typename R, int VECTORS>
+template <typename Value, typename T, typename R, int VECTORS, bool SPREADS = false>
 __global__ void __launch_bounds__(512)
     scaled_sum_rms_norm(const T* rows, const int* positions, const float* weights, const T* shared,
                         int top_k, const float* weight, R* total, Value* out, float* scales,
                         int hidden, float eps, int spread_bits) {
     __shared__ Parts parts;
     const ExpertRows<T> experts = {rows, positions, weights, shared, hidden, top_k};
-    norm_row<T, R, Value, VECTORS, true>(SummedExperts<T>{experts, parts}, total, weight, total,
-                                         out, scales, hidden, eps, spread_bits);
+    norm_row<T, R, Value, VECTORS, true, SPREADS>(SummedExperts<T>{experts, parts}, total, weight,
+                                                  total, out, scales, hidden, eps, spread_bits);
 }

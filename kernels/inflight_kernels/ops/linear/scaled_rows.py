@@ -24,6 +24,9 @@ from inflight_kernels.torch_ops.quantization import MAX_SPREAD, MIN_SPREAD
 _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
 
+QUANTIZING_TYPES = (*((name, "") for name in BYTE_TYPES.values()), ("Int8", ", true"))
+"""Types of values, and how kernels end that spread rows before they quantise them or do not."""
+
 MAX_WIDTH = VECTOR_BYTES // 2 * _MAX_THREADS * _VECTORS_PER_THREAD[-1]
 """A row of 16-bit values is kept in the registers of one block."""
 
@@ -50,6 +53,12 @@ class ScaledRows(NamedTuple):
     def spread_bits(self) -> int:
         """Log 2 of the columns of a block, as kernels take it; 0 if rows are not spread."""
         return self.spread.bit_length() - 1 if self.spread else 0
+
+    @property
+    def spreads(self) -> str:
+        """The last template argument of a kernel that spreads rows as these; none if it does
+        not."""
+        return ", true" if self.spread else ""
 
     @classmethod
     def empty(
@@ -126,7 +135,7 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
         return
     per_thread = next(count for count in _VECTORS_PER_THREAD if vectors <= count * _MAX_THREADS)
     threads = -(-vectors // (32 * per_thread)) * 32
-    kernel("quantization", _name(value_type, storage, per_thread))(
+    kernel("quantization", _name(value_type, storage, per_thread, out.spreads))(
         num_rows,
         threads,
         x,
@@ -139,15 +148,15 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
     )
 
 
-def _name(value_type: str, storage: str, per_thread: int) -> str:
-    return f"quantize_rows<{value_type}, {storage}, {per_thread}>"
+def _name(value_type: str, storage: str, per_thread: int, spreads: str) -> str:
+    return f"quantize_rows<{value_type}, {storage}, {per_thread}{spreads}>"
 
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     names = tuple(
-        _name(value_type, storage, per_thread)
-        for value_type in BYTE_TYPES.values()
+        _name(value_type, storage, per_thread, spreads)
+        for value_type, spreads in QUANTIZING_TYPES
         for storage in _TYPES.values()
         for per_thread in _VECTORS_PER_THREAD
     )

@@ -25,7 +25,7 @@ from inflight_kernels.ops.linear.operands import (
     check_quantizing_operands,
     values_of,
 )
-from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import QUANTIZING_TYPES, ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
     BYTE_TYPES,
@@ -245,7 +245,7 @@ def quantizing_linear(
         )
     rows, norm, eps = x if isinstance(x, NormedRows) else (x, 0, 0.0)
     cut = plan(n, num_multiprocessors())
-    name = _quantizing_name(cut.rows, cut.pair, (value_type, storage), gated)
+    name = _quantizing_name(cut.rows, cut.pair, (value_type, storage), gated, weight.spreads)
     stages, shared = cut.ring(m, k, quantizes=True)
     kernel("skinny_gemm", name)(
         cut.blocks,
@@ -301,7 +301,8 @@ def summing_linear(
         )
     cut = plan(n, num_multiprocessors())
     stages, shared = cut.ring(m, k, quantizes=True)
-    kernel("skinny_gemm", _summing_name(cut.rows, cut.pair, (value_type, storage)))(
+    kernel_name = _summing_name(cut.rows, cut.pair, (value_type, storage), weight.spreads)
+    kernel("skinny_gemm", kernel_name)(
         cut.blocks,
         _QUANTIZING_THREADS,
         x.rows,
@@ -334,14 +335,16 @@ def _scaled_name(rows: int, pair: bool, types: tuple[str, str], gated: bool) -> 
     return f"{kind}<{', '.join(types)}, {rows}, {'true' if gated else 'false'}>"
 
 
-def _quantizing_name(rows: int, pair: bool, types: tuple[str, str], gated: bool) -> str:
+def _quantizing_name(
+    rows: int, pair: bool, types: tuple[str, str], gated: bool, spreads: str
+) -> str:
     kind = "quantizing_skinny_gemm_pairs" if pair else "quantizing_skinny_gemm"
-    return f"{kind}<{', '.join(types)}, {rows}, {'true' if gated else 'false'}>"
+    return f"{kind}<{', '.join(types)}, {rows}, {'true' if gated else 'false'}{spreads}>"
 
 
-def _summing_name(rows: int, pair: bool, types: tuple[str, str]) -> str:
+def _summing_name(rows: int, pair: bool, types: tuple[str, str], spreads: str) -> str:
     kind = "summing_skinny_gemm_pairs" if pair else "summing_skinny_gemm"
-    return f"{kind}<{', '.join(types)}, {rows}>"
+    return f"{kind}<{', '.join(types)}, {rows}{spreads}>"
 
 
 def instantiations() -> list[Instantiation]:
@@ -356,16 +359,21 @@ def instantiations() -> list[Instantiation]:
         for rows, pair in shapes
     ]
     scaled = [
-        (
-            *(
-                name(rows, pair, (value_type, storage), gated)
-                for name in (_scaled_name, _quantizing_name)
-                for gated in (False, True)
-            ),
-            _summing_name(rows, pair, (value_type, storage)),
-        )
+        tuple(_scaled_name(rows, pair, (value_type, storage), gated) for gated in (False, True))
         for value_type in BYTE_TYPES.values()
         for storage in SCALED_OUT_TYPES.values()
         for rows, pair in shapes
     ]
-    return [("skinny_gemm", names, ()) for names in plain + scaled]
+    quantizing = [
+        (
+            *(
+                _quantizing_name(rows, pair, (value_type, storage), gated, spreads)
+                for gated in (False, True)
+            ),
+            _summing_name(rows, pair, (value_type, storage), spreads),
+        )
+        for value_type, spreads in QUANTIZING_TYPES
+        for storage in SCALED_OUT_TYPES.values()
+        for rows, pair in shapes
+    ]
+    return [("skinny_gemm", names, ()) for names in plain + scaled + quantizing]

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.operands import Operand, values_of
-from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import QUANTIZING_TYPES, ScaledRows
 from inflight_kernels.ops.moe.routing import Routed
 from inflight_kernels.ops.norm import block_of, vectors_per_thread
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
-    BYTE_TYPES,
     STORAGE_TYPES,
     check,
     kernel,
@@ -74,19 +73,20 @@ def sum_rms_norm(
     check("weight", weight, (width,), torch.float32)
     if x.shared is not None:
         check("shared", x.shared, (num_tokens, width), x.rows.dtype)
-    value_type = ""
+    value_type = spreads = ""
     outputs: tuple[Tensor, ...] = (values_of(out),)
     spread_bits: tuple[int, ...] = ()
     if isinstance(out, ScaledRows):
         value_type = out.check("out", num_tokens, width, may_be_spread=True)
         outputs, spread_bits = (out.values, out.scales), (out.spread_bits,)
+        spreads = out.spreads
     else:
         check("out", out, (num_tokens, width), x.rows.dtype)
     vectors = vectors_in("d", width, x.rows.dtype)
     per_thread, threads = block_of(vectors, width, total.dtype)
     if not num_tokens:
         return
-    kernel("sum_norm", _name(value_type, storage, sum_type, per_thread))(
+    kernel("sum_norm", _name(value_type, storage, sum_type, per_thread, spreads))(
         num_tokens,
         threads,
         x.rows,
@@ -104,19 +104,19 @@ def sum_rms_norm(
     )
 
 
-def _name(value_type: str, storage: str, sum_type: str, per_thread: int) -> str:
+def _name(value_type: str, storage: str, sum_type: str, per_thread: int, spreads: str) -> str:
     if value_type:
-        return f"scaled_sum_rms_norm<{value_type}, {storage}, {sum_type}, {per_thread}>"
+        return f"scaled_sum_rms_norm<{value_type}, {storage}, {sum_type}, {per_thread}{spreads}>"
     return f"sum_rms_norm<{storage}, {sum_type}, {per_thread}>"
 
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     names = tuple(
-        _name(value_type, storage, sum_type, per_thread)
+        _name(value_type, storage, sum_type, per_thread, spreads)
         for storage in _TYPES.values()
         for sum_type in _TOTAL_TYPES.values()
         for per_thread in vectors_per_thread(widens=sum_type != storage)
-        for value_type in ("", *BYTE_TYPES.values())
+        for value_type, spreads in (("", ""), *QUANTIZING_TYPES)
     )
     return [("sum_norm", names, ())]

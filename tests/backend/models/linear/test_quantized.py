@@ -34,13 +34,6 @@ MODELS: dict[str, Any] = {
     "glm4, biased and fused": Glm4Config(**SHAPE, attention_bias=True),
 }
 
-FILES_AND_LOADED = pytest.mark.parametrize(
-    ("kind", "spread"),
-    [("fp8", False), ("int8", False), ("int8", True)],
-    ids=["fp8", "int8", "int8, quantised at load"],
-)
-"""INT8 weights are spread if they are quantised at load, those of files are not."""
-
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -67,7 +60,7 @@ def test_inputs_are_spread_as_the_weight_is(width: int) -> None:
     x, weight = drawn(9, width), drawn(40, width, seed=1)
     x[:, 3] *= 50.0
     found = CpuQuantizedLinear(quantize(weight, torch.int8, spread_block(width)), None)(x)
-    one, other = (quantized_models.rounded(part, "int8", spread=True) for part in (x, weight))
+    one, other = (quantized_models.rounded(part, "int8_hadamard") for part in (x, weight))
     expected = one.double() @ other.double().t()
     plain = CpuQuantizedLinear(quantize(weight, torch.int8), None)(x)
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
@@ -87,29 +80,43 @@ def reference_logits(model: Any) -> Tensor:
     return torch.cat([family.reference_logits(model, text) for text in texts])
 
 
-@FILES_AND_LOADED
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
 def test_logits_equal_those_of_transformers_with_rounded_values(
-    tmp_path: Path, config: Any, kind: Quantization, spread: bool
+    tmp_path: Path, config: Any, kind: Quantization
 ) -> None:
     model = family.make(config, deviation=0.05)
     source, written = tmp_path / "in", tmp_path / "out"
     names = linear_names(read_spec(family.write_folder(model, source)))
     quantize_folder(source, written, names, kind)
-    quantized_models.round_weights(model, names, kind, spread=spread)
+    quantized_models.round_weights(model, names, kind)
     weights_only = reference_logits(model)
-    quantized_models.round_activations(model, names, kind, spread=spread)
+    quantized_models.round_activations(model, names, kind)
     expected = reference_logits(model)
 
-    found = logits(source if spread else written, kind)
+    torch.testing.assert_close(logits(written, "none"), weights_only, rtol=1e-3, atol=1e-4)
+    found = logits(written, "auto")
     # A sum in another order may round a value to its other neighbour, so not every logit is equal.
     assert (found - expected).norm() < 0.2 * (weights_only - expected).norm()
     assert (found - expected).abs().median() < 1e-4
-    if not spread:
-        torch.testing.assert_close(logits(written, "none"), weights_only, rtol=1e-3, atol=1e-4)
-        assert torch.equal(logits(written, "auto"), found), "a checkpoint that is quantised already"
-    if kind == "fp8":
-        assert torch.equal(logits(source, kind), found), "weights quantised when they are loaded"
+    assert torch.equal(logits(source, kind), found), "weights quantised when they are loaded"
+    assert torch.equal(logits(written, kind), found), "a checkpoint that is quantised already"
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
+def test_logits_equal_those_with_values_that_are_rounded_transformed(
+    tmp_path: Path, config: Any
+) -> None:
+    model = family.make(config, deviation=0.05)
+    checkpoint = family.write_folder(model, tmp_path)
+    names, kind = linear_names(read_spec(checkpoint)), "int8_hadamard"
+    quantized_models.round_weights(model, names, kind)
+    weights_only = reference_logits(model)
+    quantized_models.round_activations(model, names, kind)
+    expected = reference_logits(model)
+    found = logits(tmp_path, "int8_hadamard")
+    assert (found - expected).norm() < 0.2 * (weights_only - expected).norm()
+    assert (found - expected).abs().median() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -33,13 +33,6 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 
-FILES_AND_LOADED = pytest.mark.parametrize(
-    ("kind", "spread"),
-    [("fp8", False), ("int8", False), ("int8", True)],
-    ids=["fp8", "int8", "int8, quantised at load"],
-)
-"""INT8 weights are spread if they are quantised at load, those of files are not."""
-
 
 @pytest.fixture(autouse=True)
 def _definitions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +53,10 @@ def reference(model: Any) -> Tensor:
     return torch.cat([family.reference_logits(model, text) for text in family_gpu.TEXTS])
 
 
-@FILES_AND_LOADED
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_logits_equal_those_of_transformers_with_rounded_values(
-    tmp_path: Path, config: Any, kind: Quantization, spread: bool
+    tmp_path: Path, config: Any, kind: Quantization
 ) -> None:
     model = family.make(config, deviation=0.05)
     source, written = tmp_path / "in", tmp_path / "out"
@@ -71,22 +64,19 @@ def test_logits_equal_those_of_transformers_with_rounded_values(
     names = linear_names(read_spec(checkpoint))
     quantize_folder(source, written, names, kind)
     quantized = Checkpoint(written, "huggingface")
-    quantized_models.round_weights(model, names, kind, spread=spread)
+    quantized_models.round_weights(model, names, kind)
     weights_only = reference(model)
-    quantized_models.round_activations(model, names, kind, spread=spread)
+    quantized_models.round_activations(model, names, kind)
     expected = reference(model)
 
-    found = logits(decoder(checkpoint if spread else quantized, quantization=kind))
+    found = logits(decoder(quantized))
     errors = (found - expected).norm(dim=1)
     # A value half way between two may be rounded the other way, which the tokens after it see.
     assert errors.median() < 1e-3, errors
     assert errors.norm() < 0.4 * (weights_only - expected).norm(), errors
-    if not spread:
-        assert torch.equal(logits(decoder(quantized)), found)
-        exact = logits(decoder(quantized, quantization="none"))
-        torch.testing.assert_close(exact, weights_only, rtol=1e-3, atol=1e-3)
-    if kind == "fp8":
-        assert torch.equal(logits(decoder(checkpoint, quantization=kind)), found)
+    assert torch.equal(logits(decoder(checkpoint, quantization=kind)), found)
+    exact = logits(decoder(quantized, quantization="none"))
+    torch.testing.assert_close(exact, weights_only, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -130,18 +120,31 @@ def test_formats_for_activations_of_16_bits_keep_their_weights(
     assert torch.equal(logits(ours), logits(decoder(quantized, quantization="none")))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_int8_is_spread_where_it_is_quantised_at_load(tmp_path: Path, kind: Quantization) -> None:
-    source, written = tmp_path / "in", tmp_path / "out"
-    model = family.make(CONFIGS["llama"], deviation=0.05)
-    checkpoint = family.write_folder(model, source)
-    quantize_folder(source, written, linear_names(read_spec(checkpoint)), kind)
-    for path, expected in ((source, [64, 64, 64, 32]), (written, [0, 0, 0, 0])):
-        ours = decoder(Checkpoint(path, "huggingface"), quantization=kind)
-        for layer in ours.weights.layers:
-            mlp, found = layer.dense_mlp, []
-            for one in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
-                assert isinstance(one, host_kernels.HostScaledLinear)
-                found.append(one.weight.spread)
-                assert one.input_rows(1).spread == one.weight.spread
-            assert found == (expected if kind == "int8" else [0, 0, 0, 0])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_logits_equal_those_with_values_that_are_rounded_transformed(
+    tmp_path: Path, config: Any
+) -> None:
+    model = family.make(config, deviation=0.05)
+    checkpoint = family.write_folder(model, tmp_path)
+    names, kind = linear_names(read_spec(checkpoint)), "int8_hadamard"
+    quantized_models.round_weights(model, names, kind)
+    weights_only = reference(model)
+    quantized_models.round_activations(model, names, kind)
+    expected = reference(model)
+    errors = (logits(decoder(checkpoint, quantization=kind)) - expected).norm(dim=1)
+    assert errors.median() < 1e-3, errors
+    assert errors.norm() < 0.4 * (weights_only - expected).norm(), errors
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int8_hadamard"])
+def test_weights_and_inputs_are_spread_alike(tmp_path: Path, kind: Quantization) -> None:
+    checkpoint = family.write_folder(family.make(CONFIGS["llama"], deviation=0.05), tmp_path)
+    ours = decoder(checkpoint, quantization=kind)
+    expected = [64, 64, 64, 32] if kind == "int8_hadamard" else [0, 0, 0, 0]
+    for layer in ours.weights.layers:
+        mlp, found = layer.dense_mlp, []
+        for one in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
+            assert isinstance(one, host_kernels.HostScaledLinear)
+            found.append(one.weight.spread)
+            assert one.input_rows(1).spread == one.weight.spread
+        assert found == expected

@@ -150,20 +150,20 @@ def test_a_spread_matrix_is_dequantised_in_its_own_columns() -> None:
     assert (found - weight).norm() < 0.5 * (plain - weight).norm()
 
 
-def test_parts_that_int8_quantises_are_spread_alike_if_their_inputs_may_be() -> None:
+def test_parts_are_spread_alike_if_their_inputs_may_be() -> None:
     parts = [drawn(4).bfloat16(), quantize(drawn(6, seed=1), FP8)]
-    found = in_one_format(parts, "int8", spreads=True)
+    found = in_one_format(parts, "int8_hadamard", spreads=True)
     assert isinstance(found, QuantizedMatrix)
     exact = torch.cat([dequantized(part).float() for part in parts])
     assert same(found, quantize(exact, INT8, 32))
     assert [part.spread for part in found.split([4, 6])] == [32, 32]
-    plain = in_one_format(parts, "int8")
+    plain = in_one_format(parts, "int8_hadamard")
     assert isinstance(plain, QuantizedMatrix) and same(plain, quantize(exact, INT8))
 
 
 def test_no_part_is_spread_beside_one_with_the_values_of_a_file() -> None:
     plain, stored = drawn(4), quantize(drawn(6, seed=1), INT8)
-    found = in_one_format([plain, stored], "int8", spreads=True)
+    found = in_one_format([plain, stored], "int8_hadamard", spreads=True)
     assert isinstance(found, QuantizedMatrix)
     first, second = found.split([4, 6])
     assert same(first, quantize(plain, INT8)) and same(second, stored)
@@ -172,12 +172,13 @@ def test_no_part_is_spread_beside_one_with_the_values_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("parts", "quantization"),
     [
-        ([quantize(drawn(4), INT8)], "int8"),
+        ([quantize(drawn(4), INT8)], "int8_hadamard"),
         ([quantize(drawn(4), INT8)], "auto"),
         ([drawn(4)], "fp8"),
-        ([torch.randn(4, 24)], "int8"),
+        ([drawn(4)], "int8"),
+        ([torch.randn(4, 24)], "int8_hadamard"),
     ],
-    ids=["a file", "a file, auto", "fp8", "no block divides the width"],
+    ids=["a file", "a file, auto", "fp8", "int8", "no block divides the width"],
 )
 def test_other_parts_are_not_spread(parts: list[Matrix], quantization: Quantization) -> None:
     found = in_one_format(parts, quantization, spreads=True)
@@ -203,6 +204,6 @@ def test_columns_are_parted_between_blocks_or_dequantised() -> None:
 
 
 def test_without_memory_a_spread_matrix_has_shapes_alone() -> None:
-    matrix = in_one_format([torch.empty(6, 32, device="meta")], "int8", spreads=True)
+    matrix = in_one_format([torch.empty(6, 32, device="meta")], "int8_hadamard", spreads=True)
     assert isinstance(matrix, QuantizedMatrix) and matrix.values.is_meta
     assert (matrix.shape, matrix.spread) == ((6, 32), 32)
