@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,6 @@ def test_logits_are_those_of_transformers_with_rounded_values(
     checkpoint, model = _made(config, tmp_path)
     names = linear_names(read_spec(checkpoint))
     exact = _reference(model)
-    spread = kind == "int8_hadamard"
     quantized_models.round_weights(model, names, kind)
     quantized_models.round_activations(model, names, kind)
     expected = _reference(model)
@@ -99,13 +97,11 @@ def test_logits_are_those_of_transformers_with_rounded_values(
     # differ from the reference's, but are as large.
     error = float((expected - exact).norm())
     ratio = float((found - exact).norm()) / error
-    if spread:  # as small as the errors of bfloat16, which are beside them
-        plain, _ = run(make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant), EVERY_ROW)
-        noise = float((plain[: len(expected)].double().cpu() - exact).norm())
-        assert 0.75 < ratio < 1.3 * math.hypot(error, noise) / error, (ratio, noise / error)
-        return
     assert 0.75 < ratio < 1.3, ratio
-    assert (found - expected).norm() < (exact - expected).norm(), "no closer than without rounding"
+    # Transformed, all values are near others, so more of them turn: without anything in common the
+    # errors would be 1.41 apart.
+    most = 1.2 if kind == "int8_hadamard" else 1.0
+    assert float((found - expected).norm()) / error < most, "no closer than without rounding"
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
