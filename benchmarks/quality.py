@@ -375,10 +375,10 @@ def conditions(tokens: int) -> dict[str, Any]:
             f"at least {tokens:,} predicted tokens, in consecutive contexts of the given length, "
             "teacher-forced on the CPU in float32; text: pydoc_data.topics of this Python, "
             f"sorted by name (SHA-256 {digest[:16]}). The reference, none, has the weights of the "
-            "file dequantised to float32 and a KV cache in float32; int8, int8-hadamard and fp8 "
-            "are of linear layers, kv-int8 and kv-fp8 of the KV cache; stored keeps the file's 4 "
-            "to 8 bits; int4, q4_0 and q4_1 are made of the dequantised weights, by inflight and "
-            "gguf; KL(reference || variant) in nats"
+            "file dequantised to float32 and a KV cache in float32; int8 and fp8 are of linear "
+            "layers, kv-int8 and kv-fp8 of the KV cache; stored keeps the file's 4 to 8 bits; "
+            "int4, q4_0 and q4_1 are made of the dequantised weights, by inflight and gguf; "
+            "KL(reference || variant) in nats"
         ),
         "threads": torch.get_num_threads(),
     }
