@@ -485,16 +485,19 @@ __device__ __forceinline__ void leave_sums(const Arguments<typename S::Element>&
     const int slot = Slots<S>::own(unit);
     if (threadIdx.x % S::LANES == 0 && row < unit.num_rows)
         *slots.state(slot, row) = make_float2(state.max, total);
-    float4* const place = reinterpret_cast<float4*>(slots.row(slot, 0)) + threadIdx.x;
+    // Step by step, as addresses that are all computed before take registers from the loop.
+    float* place = slots.row(slot, 0) + 4 * threadIdx.x;
 #pragma unroll
     for (int f = 0; f < S::ROWS / 16; ++f)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int n = 0; n < S::COLUMNS / 8; n += 2)
-                place[((f * 2 + half) * (S::COLUMNS / 8) + n) / 2 * S::THREADS] =
+            for (int n = 0; n < S::COLUMNS / 8; n += 2) {
+                *reinterpret_cast<float4*>(place) =
                     make_float4(sums[f][n][2 * half], sums[f][n][2 * half + 1],
                                 sums[f][n + 1][2 * half], sums[f][n + 1][2 * half + 1]);
+                place += 4 * S::THREADS;
+            }
 }
 
 }  // namespace attention
