@@ -20,8 +20,8 @@ __device__ inline void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Write a value to the shared memory of a block of the cluster.
-__device__ inline void store_to(float4* place, int rank, const float4& value) {
+// Write to an address in the shared memory of a block of the cluster.
+__device__ inline void send(float4* place, int rank, const float4& value) {
     asm volatile(
         "{\n"
         ".reg .b32 there;\n"
@@ -32,7 +32,7 @@ __device__ inline void store_to(float4* place, int rank, const float4& value) {
         : "memory");
 }
 
-__device__ inline void store_to(float2* place, int rank, const float2& value) {
+__device__ inline void send(float2* place, int rank, const float2& value) {
     asm volatile(
         "{\n"
         ".reg .b32 there;\n"

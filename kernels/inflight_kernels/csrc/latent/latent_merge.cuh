@@ -194,7 +194,7 @@ __device__ __forceinline__ void merge_pair(const Arguments<typename S::Element>&
     if (threadIdx.x % S::LANES == 0) {
         const int row = threadIdx.x / S::LANES;
         memory.states[row] = make_float2(state.max, total);
-        store_to(memory.states + S::ROWS + row, rank ^ 1, make_float2(state.max, total));
+        send(memory.states + S::ROWS + row, rank ^ 1, make_float2(state.max, total));
     }
     // `n` counts the fragments of 8 columns in a half.
     const auto sum_of = [&](int half, int row, int n, int e) {
@@ -206,9 +206,9 @@ __device__ __forceinline__ void merge_pair(const Arguments<typename S::Element>&
     for (int row = 0; row < ROW_HALVES; ++row)
 #pragma unroll
         for (int n = 0; n < COUNT; n += 2)
-            store_to(memory.others + (row * COUNT + n) / 2 * S::THREADS + threadIdx.x, rank ^ 1,
-                     make_float4(sum_of(rank ^ 1, row, n, 0), sum_of(rank ^ 1, row, n, 1),
-                                 sum_of(rank ^ 1, row, n + 1, 0), sum_of(rank ^ 1, row, n + 1, 1)));
+            send(memory.others + (row * COUNT + n) / 2 * S::THREADS + threadIdx.x, rank ^ 1,
+                 make_float4(sum_of(rank ^ 1, row, n, 0), sum_of(rank ^ 1, row, n, 1),
+                             sum_of(rank ^ 1, row, n + 1, 0), sum_of(rank ^ 1, row, n + 1, 1)));
     cluster_arrive();
     cluster_wait();
 #pragma unroll

@@ -1,5 +1,5 @@
-// Shared by the parts of skinny_gemm.cu: its warps, copies of weights that are used once, and cluster
-// operations for two blocks. sm_90a only.
+// Shared by the parts of skinny_gemm.cu: its warps, and copies of weights that are used once.
+// sm_90a only.
 #pragma once
 
 #include "linear/hopper_linear.cuh"
@@ -33,29 +33,3 @@ __device__ inline void tma_load_evict_first(void* shared, const TensorMap* map, 
         "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
         : "memory");
 }
-
-// ---------------------------------------------------------------- clusters of two blocks
-
-// Write to an address in the shared memory of a block of the cluster.
-__device__ inline void send(float4* place, int rank, const float4& value) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};\n"
-        "}" ::"r"(shared_address(place)),
-        "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
-        : "memory");
-}
-
-__device__ inline void send(float2* place, int rank, const float2& value) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "st.shared::cluster.v2.f32 [there], {%2, %3};\n"
-        "}" ::"r"(shared_address(place)),
-        "r"(rank), "f"(value.x), "f"(value.y)
-        : "memory");
-}
-
