@@ -55,6 +55,7 @@ def written(folder: Path, kind: str) -> Checkpoint:
         ("none", "none", "none"),
         ("none", "fp8", "fp8"),
         ("none", "int8", "int8"),
+        ("none", "int8_hadamard", "int8"),
         ("fp8", "auto", "fp8"),
         ("fp8", "none", "none"),
         ("fp8", "fp8", "fp8"),
@@ -72,7 +73,10 @@ def test_the_setting_precedes_the_checkpoint(
     assert num_quantized(checkpoint, spec, setting) == (0 if expected == "none" else elements)
 
 
-@pytest.mark.parametrize(("stored", "setting"), [("fp8", "int8"), ("int8", "fp8")])
+@pytest.mark.parametrize(
+    ("stored", "setting"),
+    [("fp8", "int8"), ("int8", "fp8"), ("fp8", "int8_hadamard"), ("int8", "int8_hadamard")],
+)
 def test_other_values_of_8_bits_are_refused_before_anything_is_loaded(
     tmp_path: Path, stored: str, setting: Quantization
 ) -> None:
@@ -227,6 +231,7 @@ def test_activations_of_16_bits_are_for_gpus(tmp_path: Path) -> None:
         ("fp8", "none", "none", "none"),
         ("int8", "auto", "int8", "int8"),
         ("none", "int8", "int8", "int8"),
+        ("none", "int8_hadamard", "int8", "int8"),
     ],
 )
 def test_gpus_differ_in_what_keeps_8_bits(
