@@ -53,8 +53,8 @@ class CudaWeightOnlyLinear:
         dequantized: DequantizedWeight,
         batch_invariant: bool,
     ) -> None:
-        assert not weight.spread, "x keeps its columns"
-        self.weight = ScaledRows(weight.values, _nan_of_broken_rows(weight))
+        # The kernels refuse one that is spread, as x is not.
+        self.weight = ScaledRows(weight.values, _nan_of_broken_rows(weight), weight.spread)
         self._bias = bias
         self._batch_invariant = batch_invariant
         self._wide = CudaLinear(
