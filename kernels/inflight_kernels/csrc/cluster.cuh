@@ -3,6 +3,13 @@
 
 #include "common.cuh"
 
+// Of a kernel that is compiled for other GPUs as well, which do not run it.
+#if __CUDA_ARCH__ >= 900
+#define CLUSTERS_OF_TWO __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTERS_OF_TWO
+#endif
+
 __device__ inline unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

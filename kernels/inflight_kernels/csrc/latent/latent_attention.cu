@@ -166,12 +166,6 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                     num_heads, scale, items, shares, arrivals, slots, history_ready);
 }
 
-#if __CUDA_ARCH__ >= 900
-#define CLUSTERS_OF_TWO __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTERS_OF_TWO
-#endif
-
 // The same with S::PAIRED, in clusters of two blocks: sm_90 and later.
 template <class S>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__(S::THREADS, 1)

@@ -344,12 +344,6 @@ __global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
         input, weight, row_scales, bias, nullptr, out, m, n, k, stages, spread_bits);
 }
 
-#if __CUDA_ARCH__ >= 900
-#define CLUSTERS_OF_TWO __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTERS_OF_TWO
-#endif
-
 // All with a cluster of two blocks per tile, and ROWS * 128 instead of ROWS * 32 bytes of shared
 // memory. There is one cluster for each tile.
 template <typename T, typename Out, int ROWS, bool GATED>
