@@ -86,6 +86,7 @@ JOBS = (
     Job("racecheck", "shared prefixes, few rows", ("cascade",), only="share_a_prefix[64-16"),
     Job("racecheck", "shared prefixes, many", ("cascade",), only="share_a_prefix[64-200"),
     Job("racecheck", "latent attention, few rows", ("latent",), only="lengths[2-16]"),
+    Job("racecheck", "bytes, pairs of blocks", ("quantized_kv",), only="a_unit[0-0-(32"),
     Job("racecheck", "latent attention, pairs of blocks", ("latent",), only="a_unit[0-33-16]"),
     Job("racecheck", "latent attention, 20 heads", ("latent",), only="lengths[2-20]"),
     Job("racecheck", "latent attention, many rows", ("latent",), only="any_chunks[verify-16]"),

@@ -15,9 +15,9 @@ from attention_steps import BOUND, STEPS, Step, error, head_error, make_step, wi
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops import cache
 from inflight_kernels.ops.attention import operands
-from inflight_kernels.ops.attention.dispatch import HEAD_DIMS
+from inflight_kernels.ops.attention.dispatch import HEAD_DIMS, HeadsShape
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
-from inflight_kernels.runtime.launch import is_hopper
+from inflight_kernels.runtime.launch import is_hopper, num_multiprocessors
 from inflight_kernels.torch_ops import kv_quantization, transformer
 from inflight_kernels.torch_ops.kv_quantization import QuantizedKV, dequantize, quantize
 from quantized_steps import QuantizedStep, blocks, each_type, quantized, read
@@ -144,6 +144,28 @@ def test_a_plan_is_valid_for_all_layers_with_ready_history(step: str, dtype: tor
     assert error(first, made.plain.definition()) < BOUND[torch.bfloat16]
     for _ in range(5):
         assert torch.equal(made.run(workspace, history_ready=True), first)
+
+
+@each_type
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (24, 4, 96), (36, 12, 64)], ids=str)
+@pytest.mark.parametrize("difference", [0, 1, 30])
+@pytest.mark.parametrize("fewer", [0, 3])
+def test_pairs_of_blocks_merge_the_pieces_of_a_unit(
+    fewer: int, difference: int, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """For so many sequences units have two pieces; of ragged ones, some have one or three."""
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    count = num_multiprocessors() * 4 // heads[1] - fewer
+    lengths = [300 + i * difference for i in range(count)]
+    plain = with_sinks(make_step([1] * count, lengths, **dict(zip(names, heads, strict=True))))
+    made = quantized(plain, dtype)
+    (part,) = made.metadata(made.workspace()).parts
+    assert isinstance(part.shape, HeadsShape) and part.shape.paired == is_hopper()
+    workspace = made.workspace()
+    first = made.run(workspace)
+    assert head_error(first, made.plain.definition()) < BOUND[torch.bfloat16]
+    for _ in range(5):
+        assert torch.equal(made.run(workspace, history_ready=True, pdl=True), first)
 
 
 # ---------------------------------------------------------------- prompts, dequantised

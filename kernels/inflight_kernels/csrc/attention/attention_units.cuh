@@ -46,6 +46,11 @@ struct Share {
     Item first;  // a copy of the item, to avoid two dependent reads
 };
 
+// Whether the blocks of this cluster of two have the two pieces of a unit.
+__device__ __forceinline__ bool is_pair(const Share& share) {
+    return share.pieces == 2 && (blockIdx.x - share.piece) % 2 == 0;
+}
+
 // For kernels that can take whole units from a common queue instead of shares.
 struct Queue {
     int units;     // of the step; 0: use the shares

@@ -173,11 +173,6 @@ __device__ __forceinline__ void merge_split(const Arguments<typename S::Element>
     }
 }
 
-// Whether the blocks of this cluster have the two pieces of a unit.
-__device__ __forceinline__ bool is_pair(const Share& share) {
-    return share.pieces == 2 && (blockIdx.x - share.piece) % 2 == 0;
-}
-
 // Merges the two pieces of a unit: of each fragment, the first half of the columns in the block
 // with the first piece, the second half in the other one. The cluster has arrived at a barrier once
 // before.

@@ -275,6 +275,7 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
         shapes_of_any += itertools.chain(*candidates(head_dim, cached))
     if head_dim in HEADS_HEAD_DIMS:
         shapes_of_any += [HeadsShape(head_dim, cached) for cached in cached_types]
+        shapes_of_any += [HeadsShape(head_dim, cached, paired=True) for cached in cached_types[1:]]
     storage = _STORAGE_TYPES[dtype]
     found = [("attention_plan", name) for name in kernel_names()]
     if head_dim in HOPPER_HEAD_DIMS:

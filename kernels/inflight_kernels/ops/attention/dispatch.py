@@ -133,6 +133,7 @@ class HeadsShape:
 
     head_dim: int
     cached: str = ""  # as of a Shape
+    paired: bool = False  # in clusters of two blocks
 
     stem = "attention_heads"
     heads = 4
@@ -152,17 +153,19 @@ class HeadsShape:
         return self.heads * self.stages * 2 * self.keys * row
 
     def type(self, storage: str) -> str:
+        paired = "true" if self.paired else "false"
         last = _last_argument(self.cached)
-        shape = f"{storage}, {self.head_dim}, {self.heads}, {self.stages}{last}"
+        shape = f"{storage}, {self.head_dim}, {self.heads}, {self.stages}, {paired}{last}"
         return f"attention::HeadsShape<{shape}>"
 
     def name(self, storage: str) -> str:
         """The kernel's name expression."""
-        return f"attend_heads<{self.type(storage)}>"
+        kernel = "attend_heads_in_pairs" if self.paired else "attend_heads"
+        return f"{kernel}<{self.type(storage)}>"
 
     def cascade_name(self, storage: str) -> str:
-        """The name expression of its variant for shared prefixes."""
-        return f"attend_heads_cascade<{self.type(storage)}>"
+        """The name expression of its variant for shared prefixes, which has no clusters."""
+        return f"attend_heads_cascade<{replace(self, paired=False).type(storage)}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,7 @@ class Heads(NamedTuple):
     cached: str = ""
 
 
-def heads_shape(heads: Heads, shared_bytes: int) -> HeadsShape | None:
+def heads_shape(heads: Heads, gpu: Gpu) -> HeadsShape | None:
     """Shape for few rows of each of many sequences; None if not supported for such heads, or if
     multiprocessors have too little shared memory."""
     if (
@@ -280,8 +283,8 @@ def heads_shape(heads: Heads, shared_bytes: int) -> HeadsShape | None:
         or heads.group > HeadsShape.rows
     ):
         return None
-    shape = HeadsShape(heads.head_dim, heads.cached)
-    return shape if fits(shape, shared_bytes) else None
+    shape = HeadsShape(heads.head_dim, heads.cached, bool(heads.cached) and gpu.has_pairs)
+    return shape if fits(shape, gpu.shared_bytes) else None
 
 
 def has_hopper_shape(heads: Heads, gpu: Gpu) -> bool:
@@ -370,6 +373,12 @@ class Gpu(NamedTuple):
     shared_bytes: int
     is_hopper: bool
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether blocks can be clusters of two, of which a grid of one block or more for each
+        multiprocessor has a whole number."""
+        return self.is_hopper and self.num_multiprocessors % 2 == 0
+
 
 @functools.lru_cache(maxsize=4096)
 def parts(
@@ -393,7 +402,7 @@ def parts(
         dequantizes: chunks with many rows may read a copy of a cache of 8 bits in q's type.
     """
     for_few: tuple[AnyShape, ...] = (shapes(heads.head_dim, gpu.shared_bytes, heads.cached)[0],)
-    of_heads = heads_shape(heads, gpu.shared_bytes)
+    of_heads = heads_shape(heads, gpu)
     if of_heads is not None:
         for_few += (of_heads,)
     rows = max_q_len * heads.group
@@ -483,7 +492,7 @@ def _choose_shapes(
     # Its operands in shared memory are what TMA has copied, so not bytes.
     if has_hopper_shape(heads, gpu) and (dequantizes or not heads.cached):
         many = HopperShape(heads.head_dim)
-    of_heads = heads_shape(heads, gpu.shared_bytes)
+    of_heads = heads_shape(heads, gpu)
     may_rotate = num_chunks <= MAX_ROPE_CHUNKS
     if of_heads is not None and not may_rotate and not of_heads.rows < rows <= few.rows:
         units = num_chunks * heads.num_kv_heads // of_heads.heads
@@ -525,7 +534,7 @@ def max_prefix_pieces(num_chunks: int, heads: Heads, gpu: Gpu) -> int:
     """
     units = num_chunks // max(1, PREFIX_ROWS // heads.group) + MAX_PREFIXES
     few, _, _ = shapes(heads.head_dim, gpu.shared_bytes, heads.cached)
-    of_heads = heads_shape(heads, gpu.shared_bytes)
+    of_heads = heads_shape(heads, gpu)
     blocks = max(num_blocks(shape, gpu) for shape in (few, of_heads) if shape is not None)
     return max(units * heads.num_kv_heads, 2 * blocks)
 

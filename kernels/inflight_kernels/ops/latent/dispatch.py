@@ -75,10 +75,9 @@ shared memory per multiprocessor of compute capability 8.6, 8.9 and 12.x."""
 @functools.cache
 def shapes(gpu: Gpu) -> tuple[LatentShape, ...]:
     """Shapes by ascending rows: the first one of the candidates that a GPU supports."""
-    pairs = gpu.is_hopper and gpu.num_multiprocessors % 2 == 0
     found = []
     for candidates in CANDIDATES:
-        supported = [shape for shape in candidates if pairs or not shape.paired]
+        supported = [shape for shape in candidates if gpu.has_pairs or not shape.paired]
         found += [shape for shape in supported if fits(shape, gpu.shared_bytes)][:1]
     return tuple(found)
 

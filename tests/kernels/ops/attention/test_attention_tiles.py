@@ -57,7 +57,8 @@ def test_a_block_fits_on_ada_and_small_blackwells(head_dim):
     few, some, many = shapes(head_dim, 100 * 1024)
     assert max(shape.shared_bytes for shape in (few, some, many)) <= 99 * 1024
     assert few.rows == 16 < some.rows <= many.rows, "as on other GPUs"
-    assert heads_shape(Heads(HeadsShape.heads, 1, head_dim), 100 * 1024) is None
+    l40s = Gpu(142, 100 * 1024, is_hopper=False)
+    assert heads_shape(Heads(HeadsShape.heads, 1, head_dim), l40s) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -65,6 +66,14 @@ def test_two_blocks_of_the_heads_kernel_fit_on_hopper_and_one_on_ampere(head_dim
     shared_bytes = HeadsShape(head_dim).shared_bytes
     assert 2 * (shared_bytes + 1024) <= 228 * 1024
     assert shared_bytes + 1024 <= 164 * 1024
+
+
+@pytest.mark.parametrize("cached", ["", "Fp8", "Int8"])
+def test_blocks_of_the_heads_kernel_are_in_pairs_on_hopper_for_caches_of_bytes(cached):
+    heads, h200 = Heads(8, 4, 128, cached), Gpu(132, 228 * 1024, is_hopper=True)
+    assert heads_shape(heads, h200) == HeadsShape(128, cached, paired=cached != "")
+    for gpu in (h200._replace(num_multiprocessors=131), h200._replace(is_hopper=False)):
+        assert heads_shape(heads, gpu) == HeadsShape(128, cached)
 
 
 # ---------------------------------------------------------------- copies and shared memory
@@ -148,7 +157,7 @@ def test_transposed_is_that():
 
 
 def test_fragments_multiply_keys_and_queries_turned_round():
-    """One warp, 16 keys, 8 rows, 64 columns, through the lane addresses of attention_heads.cu."""
+    """One warp, 16 keys, 8 rows, 64 columns, by the addresses of attention_heads_tile.cuh."""
     rng = np.random.default_rng(1)
     queries, keys, values = rng.random((8, 64)), rng.random((16, 64)), rng.random((16, 64))
     scores = np.zeros((32, 4))
@@ -203,7 +212,7 @@ def test_every_shape_of_every_type_is_instantiated():
     types = 2 + 2  # with a cache of 8 bits, in bfloat16 only
     assert counts == {
         "attention": types * (anywhere + for_small_memories + of_few_rows) + 2 * of_chunks,
-        "attention_heads": 2 * types * 3,
+        "attention_heads": 3 * (2 * types + 2),  # bytes in pairs of blocks, too
         "attention_hopper": 2 * 2,
         "attention_dequantize": 2 * 2,  # types of 8 bits, heads with a kernel for Hopper
         "attention_plan": 5,
@@ -221,6 +230,8 @@ def test_whatever_a_gpu_takes_is_instantiated(shared_kib, head_dim):
     for cached in BYTE_TYPES.values():
         of_bytes = shapes(head_dim, shared_kib << 10, cached)
         assert {shape.name("__nv_bfloat16") for shape in of_bytes} <= compiled
+        of_heads = heads_shape(Heads(8, 4, head_dim, cached), Gpu(132, shared_kib << 10, True))
+        assert of_heads is None or of_heads.name("__nv_bfloat16") in compiled
     bfloat16 = [("__nv_bfloat16", cached) for cached in ("", *BYTE_TYPES.values())]
     for storage, cached in [("__half", ""), *bfloat16]:
         few, _, _ = shapes(head_dim, shared_kib << 10, cached)
