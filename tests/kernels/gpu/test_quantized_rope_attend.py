@@ -214,7 +214,7 @@ def test_zeros_and_numbers_out_of_range_are_as_visible_in_a_fused_step(
 
 
 @each_type
-@pytest.mark.parametrize("lengths", [[300], [2000, 65]], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [191], [300], [2000, 65], [150, 1]], ids=str)
 def test_fused_layers_with_ready_history_read_early_and_are_right(
     lengths: list[int], dtype: torch.dtype
 ) -> None:

@@ -201,11 +201,17 @@ def test_padding_chunks_of_a_graph_do_nothing():
     assert out[2:].isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["decode", "rope and decode", "chunk", "many", "verify", "chunks"])
+@pytest.mark.parametrize(
+    "kind",
+    ["first", "short", "tiles", "decode", "rope and decode", "chunk", "many", "verify", "chunks"],
+)
 def test_layers_with_ready_history_read_early_and_are_right(kind):
     """Layers of one plan behind each other, as in a model: what they read early is there, and what
     their own step writes is not read early."""
     q_lens, kv_lens = {
+        "first": ([1], [1]),
+        "short": ([1], [150]),
+        "tiles": ([1], [256]),
         "decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
         "rope and decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
         "chunk": ([8], [333]),
@@ -218,7 +224,7 @@ def test_layers_with_ready_history_read_early_and_are_right(kind):
     first = layers[0].step
     for layer in layers:  # one table and one plan; each layer has caches of its own
         assert torch.equal(layer.step.query_start, first.query_start)
-    fused = kind in ("decode", "chunk")
+    fused = kind in ("first", "short", "tiles", "decode", "chunk")
     workspace = first.workspace(max(q_lens))
     hidden, width = 4096, layers[0].qkv.shape[1]
     weight = torch.randn(width, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5

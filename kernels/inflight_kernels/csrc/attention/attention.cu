@@ -48,6 +48,11 @@ __device__ __forceinline__ void merge_if_last(const Arguments<typename S::Elemen
 // For the first unit, history_ready data is read before the preceding kernels have ended: all keys
 // except those of this step's tokens.
 //
+// A source that REHEARSES has its last tile processed once before the preceding kernels have ended,
+// with whatever is in place of the queries, and without writing anything: the instructions are then
+// in the caches of the multiprocessor. One request waits longer for them than for its keys. Only
+// units that are not cut are rehearsed: of many blocks, some start when those kernels have ended.
+//
 // If it CASCADES, sequences may have prefixes.
 template <class S, bool CASCADES, class Source>
 __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& args, Source source,
@@ -83,6 +88,8 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     int ready = 0;       // keys below it have been copied for the next `num_begun` tiles
     int num_begun = 0;
     bool is_first = true, is_over = false;
+    bool rehearses = Source::REHEARSES && history_ready && share.pieces == 1;
+    bool is_rehearsal = false, waits = true;  // `done` was one; for the preceding kernels
 
     // Reduces the sums of the warps in the stage of the last tile: in other stages, tiles of the
     // next unit may be arriving.
@@ -101,7 +108,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
                                                 if (CASCADES && member.pieces > 0)
                                                     leave_own<S>(args, prefixes, member, done.head,
                                                                  row, column, merged);
-                                                else
+                                                else if (!Source::REHEARSES || !is_rehearsal)
                                                     write_out<S>(args, done, row, column, merged);
                                             });
         if (CASCADES && member.pieces > 0 && emitted)
@@ -111,6 +118,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
 
     while (true) {
         if (!CROSSES_UNITS && !is_first) finish();
+        if (Source::REHEARSES && rehearses) work.unit.from = work.unit.to - 1;
         const Unit& unit = work.unit;
         const int history = unit.item.kv_len - unit.item.query_len;
         const bool begins = is_first || !CROSSES_UNITS;
@@ -120,6 +128,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
                 const int begin = producer.tile, end = producer.end;
                 // Ahead of the copies in the memory pipeline.
                 source.prepare(args, unit, begin, end);
+                if constexpr (Source::REHEARSES) source.rehearses(rehearses);
                 // The key that `Source` rotates is not read from the cache.
                 ready = Source::ROTATES || !history_ready || !is_first ? ALL_KEYS : history;
                 num_begun = min(end - begin, S::STAGES);
@@ -131,9 +140,10 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
                     if (i < S::STAGES - 1) ptx::commit_copies();
                 }
             }
-            if (is_first) {
+            if (Source::REHEARSES ? waits && !rehearses : is_first) {
                 pdl_wait();
                 pdl_launch_dependents();
+                waits = false;
             }
             if (S::QUERIES_IN_REGISTERS)
                 load_queries<S>(rows, args, unit, source.key_row(args, unit), warp_m);
@@ -223,6 +233,14 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
         }
         done = unit;
         is_first = false;
+        if (Source::REHEARSES) {
+            is_rehearsal = rehearses;
+            if (rehearses) {
+                work.unit.from = done.from = 0;  // the unit is whole
+                rehearses = false;
+                continue;
+            }
+        }
         is_over = work.left == 0;
         if (!is_over) work.next(args);
     }

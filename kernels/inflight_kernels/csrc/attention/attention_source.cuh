@@ -10,6 +10,7 @@ template <class S>
 struct InPlace {
     using T = typename S::Element;
     static constexpr bool ROTATES = false;
+    static constexpr bool REHEARSES = false;
 
     __device__ __forceinline__ void prepare(const Arguments<T>&, const Unit&, int, int) {}
     __device__ __forceinline__ void load(const Arguments<T>&, const Unit&) {}
@@ -64,6 +65,7 @@ template <class S, bool NORM, bool QUANTIZED = S::QUANTIZED>
 struct Rotated {
     using T = typename S::Element;
     static constexpr bool ROTATES = true;
+    static constexpr bool REHEARSES = true;
     static constexpr int HALF_STEPS = S::HEAD_DIM / 32;
     static_assert(S::PRIVATE && S::QUERIES_IN_REGISTERS, "a warp puts a key where it reads it");
 
@@ -98,6 +100,11 @@ struct Rotated {
                              typename IndicesUpTo<2 * HALF_STEPS>::type());
             }
         }
+    }
+
+    // In a rehearsal nothing is written to the cache.
+    __device__ __forceinline__ void rehearses(bool yes) {
+        if (yes) slot = -1;
     }
 
     __device__ __forceinline__ const T* key_row(const Arguments<T>& args, const Unit& unit) const {
@@ -210,6 +217,7 @@ template <class S, bool NORM>
 struct Rotated<S, NORM, true> {
     using T = typename S::Element;
     static constexpr bool ROTATES = true;
+    static constexpr bool REHEARSES = true;
     static constexpr bool SPREADS = SAME<typename S::Cached, Int8>;
     static constexpr int HALF = S::HEAD_DIM / 2;
     static constexpr int HALF_STEPS = S::HEAD_DIM / 32;
@@ -239,6 +247,11 @@ struct Rotated<S, NORM, true> {
             copy<S::HEAD_DIM>(Q_WEIGHT, projection.q_weight);
             copy<S::HEAD_DIM>(K_WEIGHT, projection.k_weight);
         }
+    }
+
+    // In a rehearsal nothing is written to the cache.
+    __device__ __forceinline__ void rehearses(bool yes) {
+        if (yes) slot = -1;
     }
 
     __device__ __forceinline__ const T* key_row(const Arguments<T>& args, const Unit& unit) const {
@@ -470,6 +483,7 @@ template <class S>
 struct RotatedChunk {
     using T = typename S::Element;
     static constexpr bool ROTATES = true;
+    static constexpr bool REHEARSES = false;
     static constexpr int HALF = S::HEAD_DIM / 2, HALF_STEPS = S::HEAD_DIM / 32;
     static constexpr int LANES = HALF / 8;  // of a key: each has a vector of either half
     static constexpr int AT_ONCE = 32 / LANES;
