@@ -92,8 +92,6 @@ __device__ __forceinline__ Share share_of_piece(const Item& item, int k, int ind
 
 // Cost of a split to a block, in tiles: partial sums that go through memory.
 constexpr int CUT_TILES = 6;
-// The same if blocks have so little work that a tile takes as long as its arithmetic.
-constexpr int SHORT_CUT_TILES = 4;
 constexpr int NONE = 1 << 30;
 
 // The smallest piece size, in tiles, for splitting all units into at most num_shares pieces. Each
@@ -144,8 +142,8 @@ template <bool CASCADES>
 __device__ __forceinline__ void plan_step(const int* query_start, const int* seq_lens, int n,
                                           int group, int num_kv_heads, int unit_rows, int unit_keys,
                                           int window, int min_rows, int max_rows, int num_shares,
-                                          int* first_item, Item* items, Share* shares,
-                                          int* arrivals, Queue* queue, bool whole,
+                                          int cut_tiles, int* first_item, Item* items,
+                                          Share* shares, int* arrivals, Queue* queue, bool whole,
                                           int heads_per_unit, const PrefixSearch& search) {
     pdl_wait();
     pdl_launch_dependents();
@@ -259,7 +257,7 @@ __device__ __forceinline__ void plan_step(const int* query_start, const int* seq
     if (queue == nullptr && !whole && few_items) {
         if (num_items * num_kv_heads <= num_shares) {
             const int smallest = piece_size(items, num_items, num_kv_heads, even, num_shares);
-            const bool uncut = longest <= (smallest == NONE ? even : smallest) + SHORT_CUT_TILES;
+            const bool uncut = longest <= (smallest == NONE ? even : smallest) + cut_tiles;
             const int piece = uncut ? longest : smallest;
             if (uncut || piece <= tolerable) {
                 const int pieces =
@@ -308,6 +306,7 @@ using attention::PLAN_THREADS;
 // PLAN_THREADS threads.
 //
 //   query_start [n + 1], seq_lens [n]   as of `attend`; n chunks
+//   cut_tiles                           cost of a cut to a unit with few tiles, in tiles
 //   first_item [n + 1]                  scratch
 //   items [capacity]                    at least n + rows / unit_rows
 //   shares [num_shares], arrivals [4 * num_shares]   arrivals become 0
@@ -317,11 +316,11 @@ using attention::PLAN_THREADS;
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
          int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
-         int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
-         attention::Queue* queue, bool whole) {
+         int cut_tiles, int* first_item, attention::Item* items, attention::Share* shares,
+         int* arrivals, attention::Queue* queue, bool whole) {
     attention::plan_step<false>(query_start, seq_lens, n, group, num_kv_heads, unit_rows, unit_keys,
-                                window, min_rows, max_rows, num_shares, first_item, items, shares,
-                                arrivals, queue, whole, 1, {});
+                                window, min_rows, max_rows, num_shares, cut_tiles, first_item,
+                                items, shares, arrivals, queue, whole, 1, {});
 }
 
 // The same for a step of one chunk, if it has up to MAX_ITEMS items and num_shares is at least 16
@@ -330,8 +329,9 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 template <int MAX_ITEMS>
 __global__ void plan_single(const int* query_start, const int* seq_lens, int group,
                             int num_kv_heads, int unit_rows, int unit_keys, int window,
-                            int min_rows, int max_rows, int num_shares, int* first_item,
-                            attention::Item* items, attention::Share* shares, int* arrivals) {
+                            int min_rows, int max_rows, int num_shares, int cut_tiles,
+                            int* first_item, attention::Item* items, attention::Share* shares,
+                            int* arrivals) {
     using namespace attention;
     pdl_wait();
     pdl_launch_dependents();
@@ -362,7 +362,7 @@ __global__ void plan_single(const int* query_start, const int* seq_lens, int gro
     const int size = even + threadIdx.x % 32 * ((even + 31) / 32);
     const unsigned fitting = __ballot_sync(FULL_WARP, count_of(size) * num_kv_heads <= num_shares);
     const int smallest = __shfl_sync(FULL_WARP, size, __ffs(fitting) - 1);
-    const bool uncut = longest <= smallest + SHORT_CUT_TILES;
+    const bool uncut = longest <= smallest + cut_tiles;
     const int piece = uncut ? longest : smallest;
     for (int share = threadIdx.x; share < num_shares; share += blockDim.x) {
         Share own = {};
@@ -396,14 +396,14 @@ __global__ void plan_single(const int* query_start, const int* seq_lens, int gro
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     plan_cascade(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
                  int unit_rows, int unit_keys, int window, int min_rows, int max_rows,
-                 int num_shares, int* first_item, attention::Item* items, attention::Share* shares,
-                 int* arrivals, attention::Queue* queue, int heads_per_unit,
-                 const int* block_tables, int table_stride, int block_shift, int min_tiles,
-                 int min_saved, int max_pieces, attention::Prefix* prefixes,
+                 int num_shares, int cut_tiles, int* first_item, attention::Item* items,
+                 attention::Share* shares, int* arrivals, attention::Queue* queue,
+                 int heads_per_unit, const int* block_tables, int table_stride, int block_shift,
+                 int min_tiles, int min_saved, int max_pieces, attention::Prefix* prefixes,
                  attention::Member* members, int* tokens, int* arrived) {
     attention::plan_step<true>(query_start, seq_lens, n, group, num_kv_heads, unit_rows, unit_keys,
-                               window, min_rows, max_rows, num_shares, first_item, items, shares,
-                               arrivals, queue, false, heads_per_unit,
+                               window, min_rows, max_rows, num_shares, cut_tiles, first_item, items,
+                               shares, arrivals, queue, false, heads_per_unit,
                                {block_tables, table_stride, block_shift, min_tiles, min_saved,
                                 max_pieces, prefixes, members, tokens, arrived});
 }

@@ -6,7 +6,13 @@ the same for all layers with one `AttentionParams`.
 
 from __future__ import annotations
 
-from inflight_kernels.ops.attention.dispatch import PREFIX_KEYS, HopperShape, Part
+from inflight_kernels.ops.attention.dispatch import (
+    PREFIX_KEYS,
+    HopperShape,
+    Part,
+    PlannedShape,
+    Shape,
+)
 from inflight_kernels.ops.attention.operands import (
     AttentionMetadata,
     Cascade,
@@ -94,6 +100,14 @@ def _max_items(step: PlannedStep, part: Part, heads: tuple[int, int], batch_inva
     return next((most for most in _SINGLE_ITEMS if is_single and num_items <= most), 0)
 
 
+def _cut_tiles(shape: PlannedShape) -> int:
+    """What a cut costs if blocks have few tiles: so many more of them could one block process in
+    the same time. Measured on an H200 (benchmarks/notes.md)."""
+    if not isinstance(shape, Shape):
+        return 4
+    return 2 if shape.cached else 3
+
+
 def _plan_arguments(
     step: PlannedStep, part: Part, heads: tuple[int, int], window: int
 ) -> tuple[object, ...]:
@@ -110,6 +124,7 @@ def _plan_arguments(
         part.min_rows,
         part.max_rows,
         part.num_shares,
+        _cut_tiles(part.shape),
         Int64(base + part.first_item),
         Int64(base + part.items),
         Int64(base + part.shares),
