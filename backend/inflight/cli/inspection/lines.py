@@ -118,6 +118,7 @@ def _linear_layers(one: Summary) -> str:
         return ""
     if linear.format != UNQUANTISED:
         name = " and ".join(kind.upper() for kind in linear.format.split(" and "))
+        name = name.replace("_HADAMARD", ", Hadamard transformed")
         wide = 32 if one.memory.dtype == "float32" else 16
         kept = f"in {wide} bits" if linear.weight_only else "quantised per token"
         rounded = ", rounded when loaded (lossy)" if linear.is_rounded else ""

@@ -38,7 +38,8 @@ from inflight.models.spec import ModelSpec
 UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}
 _INT4: Quantization = "int4"
-_8_BITS = (*_NAMES.values(), "int8_hadamard")
+_SPREAD: Quantization = "int8_hadamard"
+_8_BITS = (*_NAMES.values(), _SPREAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,19 @@ class GpuFormat:
         weight_only: whether activations of those layers keep 16 bits.
         keeps_groups: whether codes with scales of groups are multiplied as they are, also those of
             weights that are rounded; if not, they are dequantised.
+        spreads: whether weights and activations are Hadamard transformed before they are quantised.
     """
 
     dtypes: frozenset[str] = frozenset()
     weight_only: bool = False
     keeps_groups: bool = False
+    spreads: bool = False
 
     @property
     def name(self) -> str:
         """As of `linear_format`."""
+        if self.spreads:
+            return _SPREAD
         return " and ".join(_NAMES[dtype] for dtype in sorted(self.dtypes)) or UNQUANTISED
 
 
@@ -98,7 +103,9 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
     if quantization in _8_BITS:
         _check_same(checkpoint, stored, quantization)
         return GpuFormat(
-            frozenset({FP8 if quantization == _NAMES[FP8] else INT8}), weight_only=not is_hopper
+            frozenset({FP8 if quantization == _NAMES[FP8] else INT8}),
+            weight_only=not is_hopper,
+            spreads=is_hopper and quantization == _SPREAD,
         )
     if quantization == "none":
         return GpuFormat()
@@ -123,9 +130,9 @@ def check_setting(checkpoint: Checkpoint, quantization: Quantization) -> None:
 def linear_format(
     checkpoint: Checkpoint, quantization: Quantization, *, keeps_groups: bool = True
 ) -> str:
-    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, the types that
-    are kept in groups, such as int4 or those of a GGUF file, or several of them; UNQUANTISED for 16
-    or 32 bits.
+    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, int8_hadamard,
+    the types that are kept in groups, such as int4 or those of a GGUF file, or several of them;
+    UNQUANTISED for 16 or 32 bits.
 
     Args:
         checkpoint: the model's files.
@@ -138,7 +145,7 @@ def linear_format(
     """
     check_setting(checkpoint, quantization)
     if quantization in _8_BITS:
-        return _NAMES[FP8] if quantization == _NAMES[FP8] else _NAMES[INT8]
+        return quantization
     names: list[str] = []
     if quantization != "none":
         stored = _stored_format(checkpoint)

@@ -89,6 +89,10 @@ def _with_latent(summary: Summary, sizes: dict[str, int]) -> Summary:
     [
         ("none", "not quantised; 32 bits a value"),
         ("int8", "INT8, activations quantised per token; 8 bits a value"),
+        (
+            "int8_hadamard",
+            "INT8, Hadamard transformed, activations quantised per token; 8 bits a value",
+        ),
         ("fp8", "FP8, activations quantised per token; 8 bits a value"),
     ],
 )

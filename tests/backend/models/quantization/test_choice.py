@@ -55,7 +55,7 @@ def written(folder: Path, kind: str) -> Checkpoint:
         ("none", "none", "none"),
         ("none", "fp8", "fp8"),
         ("none", "int8", "int8"),
-        ("none", "int8_hadamard", "int8"),
+        ("none", "int8_hadamard", "int8_hadamard"),
         ("fp8", "auto", "fp8"),
         ("fp8", "none", "none"),
         ("fp8", "fp8", "fp8"),
@@ -231,7 +231,7 @@ def test_activations_of_16_bits_are_for_gpus(tmp_path: Path) -> None:
         ("fp8", "none", "none", "none"),
         ("int8", "auto", "int8", "int8"),
         ("none", "int8", "int8", "int8"),
-        ("none", "int8_hadamard", "int8", "int8"),
+        ("none", "int8_hadamard", "int8_hadamard", "int8"),
     ],
 )
 def test_gpus_differ_in_what_keeps_8_bits(
