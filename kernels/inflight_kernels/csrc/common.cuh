@@ -189,8 +189,15 @@ __device__ inline float block_sum(float value, float (&partial)[32]) {
 
 // ---------------------------------------------------------------- programmatic dependent launch
 
+// Whether a kernel may start before the preceding ones have ended.
+#if __CUDA_ARCH__ >= 900
+constexpr bool HAS_PDL = true;
+#else
+constexpr bool HAS_PDL = false;
+#endif
+
 // Wait until the preceding kernels have ended and their writes are visible. Before it, nothing that
-// they write may be read, and nothing that they read may be written. No-op for a plain launch.
+// they write may be used, and nothing that they read may be written. No-op for a plain launch.
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

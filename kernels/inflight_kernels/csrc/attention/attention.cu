@@ -88,7 +88,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     int ready = 0;       // keys below it have been copied for the next `num_begun` tiles
     int num_begun = 0;
     bool is_first = true, is_over = false;
-    bool rehearses = Source::REHEARSES && history_ready && share.pieces == 1;
+    bool rehearses = Source::REHEARSES && HAS_PDL && history_ready && share.pieces == 1;
     bool is_rehearsal = false, waits = true;  // `done` was one; for the preceding kernels
 
     // Reduces the sums of the warps in the stage of the last tile: in other stages, tiles of the
