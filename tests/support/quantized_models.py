@@ -4,7 +4,7 @@ rounded to 8 bits and back, and products are in float32."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,17 @@ def round_activations(model: Any, names: Collection[str], kind: str) -> None:
             module.register_forward_pre_hook(
                 lambda _, inputs: (rounded(inputs[0], kind), *inputs[1:])
             )
+
+
+def rounded_logits(
+    model: Any, names: Collection[str], kind: str, logits: Callable[[Any], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Logits of a model with these weights rounded, and with their inputs rounded as well; both
+    stay so."""
+    round_weights(model, names, kind)
+    weights_only = logits(model)
+    round_activations(model, names, kind)
+    return weights_only, logits(model)
 
 
 def keep_activations(folder: Path) -> None:

@@ -89,10 +89,7 @@ def test_logits_equal_those_of_transformers_with_rounded_values(
     source, written = tmp_path / "in", tmp_path / "out"
     names = linear_names(read_spec(family.write_folder(model, source)))
     quantize_folder(source, written, names, kind)
-    quantized_models.round_weights(model, names, kind)
-    weights_only = reference_logits(model)
-    quantized_models.round_activations(model, names, kind)
-    expected = reference_logits(model)
+    weights_only, expected = quantized_models.rounded_logits(model, names, kind, reference_logits)
 
     torch.testing.assert_close(logits(written, "none"), weights_only, rtol=1e-3, atol=1e-4)
     found = logits(written, "auto")
@@ -110,11 +107,8 @@ def test_logits_equal_those_with_values_that_are_rounded_transformed(
     model = family.make(config, deviation=0.05)
     checkpoint = family.write_folder(model, tmp_path)
     names, kind = linear_names(read_spec(checkpoint)), "int8_hadamard"
-    quantized_models.round_weights(model, names, kind)
-    weights_only = reference_logits(model)
-    quantized_models.round_activations(model, names, kind)
-    expected = reference_logits(model)
-    found = logits(tmp_path, "int8_hadamard")
+    weights_only, expected = quantized_models.rounded_logits(model, names, kind, reference_logits)
+    found = logits(tmp_path, kind)
     assert (found - expected).norm() < 0.2 * (weights_only - expected).norm()
     assert (found - expected).abs().median() < 1e-4
 

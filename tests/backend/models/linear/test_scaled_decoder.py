@@ -64,10 +64,7 @@ def test_logits_equal_those_of_transformers_with_rounded_values(
     names = linear_names(read_spec(checkpoint))
     quantize_folder(source, written, names, kind)
     quantized = Checkpoint(written, "huggingface")
-    quantized_models.round_weights(model, names, kind)
-    weights_only = reference(model)
-    quantized_models.round_activations(model, names, kind)
-    expected = reference(model)
+    weights_only, expected = quantized_models.rounded_logits(model, names, kind, reference)
 
     found = logits(decoder(quantized))
     errors = (found - expected).norm(dim=1)
@@ -127,10 +124,7 @@ def test_logits_equal_those_with_values_that_are_rounded_transformed(
     model = family.make(config, deviation=0.05)
     checkpoint = family.write_folder(model, tmp_path)
     names, kind = linear_names(read_spec(checkpoint)), "int8_hadamard"
-    quantized_models.round_weights(model, names, kind)
-    weights_only = reference(model)
-    quantized_models.round_activations(model, names, kind)
-    expected = reference(model)
+    weights_only, expected = quantized_models.rounded_logits(model, names, kind, reference)
     errors = (logits(decoder(checkpoint, quantization=kind)) - expected).norm(dim=1)
     assert errors.median() < 1e-3, errors
     assert errors.norm() < 0.4 * (weights_only - expected).norm(), errors
