@@ -108,7 +108,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
                                                 if (CASCADES && member.pieces > 0)
                                                     leave_own<S>(args, prefixes, member, done.head,
                                                                  row, column, merged);
-                                                else if (!Source::REHEARSES || !is_rehearsal)
+                                                else if (!is_rehearsal)
                                                     write_out<S>(args, done, row, column, merged);
                                             });
         if (CASCADES && member.pieces > 0 && emitted)
@@ -233,13 +233,11 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
         }
         done = unit;
         is_first = false;
-        if (Source::REHEARSES) {
-            is_rehearsal = rehearses;
-            if (rehearses) {
-                work.unit.from = done.from = 0;  // the unit is whole
-                rehearses = false;
-                continue;
-            }
+        is_rehearsal = rehearses;
+        if (Source::REHEARSES && rehearses) {
+            work.unit.from = done.from = 0;  // the unit is whole
+            rehearses = false;
+            continue;
         }
         is_over = work.left == 0;
         if (!is_over) work.next(args);
