@@ -279,10 +279,10 @@ def test_a_token_has_the_same_result_alone_and_among_others() -> None:
     for dtype in FORMATS:
         first = Weights(experts, 2 * width, hidden, dtype, gated=True)
         last = Weights(experts, hidden, width, dtype, gated=False)
-        x = torch.randn(4, hidden, device="cuda").bfloat16()
-        logits = _logits(4, experts, "spread")
+        x = torch.randn(8, hidden, device="cuda").bfloat16()
+        logits = _logits(8, experts, "spread")
         whole, _ = _run(x, logits, router, first, last)
-        for token in range(4):
+        for token in range(8):
             own = slice(token, token + 1)
             alone, _ = _run(x[own], logits[own], router, first, last)
             assert (alone == whole[own]).all()

@@ -165,13 +165,18 @@ __device__ inline void mma<__nv_bfloat16>(float (&c)[4], const unsigned (&a)[4],
                                           unsigned b1) {
     ptx::mma<__nv_bfloat16>(c, a, b0, b1);
 }
+// In float16. mma.sync of e4m3 is the same on Hopper, but adds each product to c by further
+// instructions.
 template <>
 __device__ inline void mma<Fp8>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        unsigned halves[4], first, second;
+        Fp8::decode_halves<false>(a[2 * i], halves[0], halves[2]);
+        Fp8::decode_halves<false>(a[2 * i + 1], halves[1], halves[3]);
+        Fp8::decode_halves<false>(i ? b1 : b0, first, second);
+        ptx::mma<__half>(c, halves, first, second);
+    }
 }
 template <>
 __device__ inline void mma<Int8>(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -203,7 +208,15 @@ __host__ __device__ constexpr int x_pitch(int row_bytes) {
     return (row_bytes + WHOLE - 1) / WHOLE * WHOLE + Weight::X_OFFSET;
 }
 
-// A weight [n, k] with values of x's type, read in stages of ROWS_ adjacent rows.
+// Addresses of what a lane multiplies with, or 0: of x of a token, and of one that has no column in
+// the same product.
+struct OwnRows {
+    unsigned row, further;
+};
+
+// A weight [n, k] with values of x's type, read in stages of ROWS_ adjacent rows. 16 are those of a
+// product, whose 8 columns are tokens. With 8, the second half of a stage's columns are its other
+// rows, and each of 4 tokens has two of its columns: one for each half.
 template <typename In, int ROWS_>
 struct Values {
     using X = In;
@@ -215,6 +228,7 @@ struct Values {
     static constexpr int RING = 1;              // a ring has 2, 3 or 4 times as many stages
     static constexpr int BLOCKS = 2;            // on a multiprocessor: one of each kernel
     static constexpr int X_WIDTH = 512, X_OFFSET = 64;  // see x_pitch
+    static constexpr bool HALVES = ROWS == 8;
 
     const In* values;
     int row_bytes;
@@ -244,22 +258,56 @@ struct Values {
         }
     }
 
-    // From the address of the row of x of token l / 4, or 0, to what `multiply` takes.
-    static __device__ __forceinline__ unsigned own_row(unsigned x) { return x; }
+    // The token whose product with row l / 4 lane l has in sums[i] of `multiply`; with 16 rows, in
+    // sums[i + 2] that with row l / 4 + 8.
+    static __device__ __forceinline__ int token_of(int i) {
+        const int q = threadIdx.x % 4;
+        return HALVES ? q + 4 * i : 2 * q + i;
+    }
+
+    // From the address of the row of x of token l / 4, or 0.
+    static __device__ __forceinline__ OwnRows own_rows(unsigned x) {
+        if (!HALVES) return {x, 0};
+        const int column = threadIdx.x % 32 / 4, token = column / 2;
+        OwnRows own = {__shfl_sync(FULL_WARP, x, token * 4),
+                       __shfl_sync(FULL_WARP, x, (token + 4) * 4)};
+        if (own.row) own.row += column % 2 * (WIDTH / 2);
+        if (own.further) own.further += column % 2 * (WIDTH / 2);
+        return own;
+    }
 
     // sums += the product of a stage with x.
-    __device__ __forceinline__ void multiply(unsigned slot, unsigned x, int first,
+    __device__ __forceinline__ void multiply(unsigned slot, const OwnRows& own, int first,
                                              float (&sums)[4]) const {
+        const bool has_further = HALVES && __any_sync(FULL_WARP, own.further != 0);
+#pragma unroll 1
+        for (int set = 0; set <= has_further; set++) {
+            float found[4];
+            multiply_columns(slot, set ? own.further : own.row, first, found);
+            if constexpr (HALVES) {
+                sums[0] += set ? 0.0f : found[0] + found[3];
+                sums[1] += set ? found[0] + found[3] : 0.0f;
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[e] += found[e];
+            }
+        }
+    }
+
+   private:
+    // What mma.sync computes from 16 rows, or from 8 with the two halves of their columns.
+    __device__ __forceinline__ void multiply_columns(unsigned slot, unsigned x, int first,
+                                                     float (&found)[4]) const {
+        constexpr int COLUMNS = HALVES ? WIDTH / 2 : WIDTH;  // bytes
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
         slot += g * WIDTH;
         Sum<In> parts[4][4] = {};  // several, as each product waits for the one before
-#pragma unroll 4
-        for (int i = 0; i < WIDTH / 64; i++) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 64; i++) {
             const int chunk = i * 4 + q;
             const unsigned place = slot + (chunk ^ g % 2 * 4) * 16;
             const uint4 upper = load_shared(place);
-            const uint4 lower =
-                ROWS == 16 ? load_shared(place + 8 * WIDTH) : make_uint4(0, 0, 0, 0);
+            const uint4 lower = load_shared(place + (HALVES ? COLUMNS : 8 * WIDTH));
             const uint4 values = x ? load_shared(x + first + chunk * 16) : make_uint4(0, 0, 0, 0);
             const unsigned first_half[4] = {upper.x, lower.x, upper.y, lower.y};
             const unsigned second_half[4] = {upper.z, lower.z, upper.w, lower.w};
@@ -268,7 +316,7 @@ struct Values {
         }
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            sums[e] += static_cast<float>(parts[0][e] + parts[1][e]) +
+            found[e] = static_cast<float>(parts[0][e] + parts[1][e]) +
                        static_cast<float>(parts[2][e] + parts[3][e]);
     }
 };
@@ -310,15 +358,17 @@ struct Codes {
         grouped::copy_record<BYTES>(true, slot, from + record * BYTES, threadIdx.x % 32);
     }
 
+    static __device__ __forceinline__ int token_of(int i) { return threadIdx.x % 4 * 2 + i; }
+
     // The row of x that lane l loads for ldmatrix: that of token l % 8. If that token does not have
     // the expert, another token's row; its column of the product is not used.
-    static __device__ __forceinline__ unsigned own_row(unsigned x) {
+    static __device__ __forceinline__ OwnRows own_rows(unsigned x) {
         const unsigned any = __reduce_max_sync(FULL_WARP, x);
         const unsigned row = __shfl_sync(FULL_WARP, x, threadIdx.x % 8 * 4);
-        return (row ? row : any) + threadIdx.x % 32 / 8 * 16;
+        return {(row ? row : any) + threadIdx.x % 32 / 8 * 16, 0};
     }
 
-    __device__ __forceinline__ void multiply(unsigned slot, unsigned x, int first,
+    __device__ __forceinline__ void multiply(unsigned slot, const OwnRows& own, int first,
                                              float (&sums)[4]) const {
         const grouped::Reader<R> reader = {slot, static_cast<int>(threadIdx.x) % 32};
         grouped::Codes<R> codes[grouped::COLUMNS / (2 * grouped::STEP)];
@@ -328,7 +378,7 @@ struct Codes {
 #pragma unroll
         for (int step = 0; step < grouped::COLUMNS / grouped::STEP; step += 2) {
             unsigned values[4];  // of x, of two steps
-            ptx::load_matrices(values, x + first + step * grouped::STEP * 2);
+            ptx::load_matrices(values, own.row + first + step * grouped::STEP * 2);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 if ((step + i) * grouped::STEP % R::GROUP == 0) scales = reader.scales(step + i);
@@ -417,11 +467,10 @@ struct Stream {
         __syncwarp();
     }
 
-    // The product of this part of the next job's rows with x: lane l has that of row l / 4 with
-    // tokens l % 4 * 2 and the next, then of row l / 4 + 8. x: address of the row of token l / 4, 0
-    // if its products are not used.
+    // The product of this part of the next job's rows with x, as Weight::token_of says. x: address
+    // of the row of token l / 4, 0 if its products are not used.
     __device__ void multiply(unsigned x, float (&sums)[4]) {
-        const unsigned own = Weight::own_row(x);
+        const OwnRows own = Weight::own_rows(x);
 #pragma unroll
         for (int e = 0; e < 4; e++) sums[e] = 0.0f;
 #pragma unroll 1

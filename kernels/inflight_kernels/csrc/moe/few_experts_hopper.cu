@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
 
     take_over(from, at.choice);
     const Choice& choice = at.choice;
-    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const int g = threadIdx.x % 32 / 4;
     const Divisor count(choice.count);
     const int jobs = own_units * choice.count;
     const auto first_row = [&](int job) {
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
         stream.multiply(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch), sums);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int token = 2 * q + i, rank = choice.ranks[which][token];
+            const int token = Weight::token_of(i), rank = choice.ranks[which][token];
             if (rank < 0) continue;
             const int pair = token * top_k + rank;
             const int unit = team.part * most + count.quotient(job);
