@@ -51,9 +51,16 @@ class Kernel:
         self.name = name
         self._handle = handle
         self._shared: dict[int, int] = {}  # by device: maximum dynamic shared memory set, in bytes
+        self._has_carveout: set[int] = set()  # devices
 
     def __call__(
-        self, grid: Extent, block: Extent, *args: object, shared: int = 0, pdl: bool = False
+        self,
+        grid: Extent,
+        block: Extent,
+        *args: object,
+        shared: int = 0,
+        pdl: bool = False,
+        max_carveout: bool = False,
     ) -> None:
         """Launch on torch's current stream and device.
 
@@ -65,6 +72,9 @@ class Kernel:
             pdl: programmatic dependent launch, if the device supports it: start while the preceding
                 kernel still runs. The kernel must call `pdl_wait()` of common.cuh before it
                 accesses memory that an earlier kernel writes, or writes memory that one reads.
+            max_carveout: have a multiprocessor's memory as shared memory rather than L1 cache, also
+                what this kernel does not need, so that blocks of the next one find room beside its
+                own. A preference, which later launches of the kernel keep.
 
         Raises:
             TypeError: an argument has another type.
@@ -77,22 +87,35 @@ class Kernel:
         stream = _stream(device, torch._C._cuda_getCurrentRawStream(device))
         if shared > _SHARED_BY_DEFAULT and shared > self._shared.get(device, 0):
             self._allow_shared(device, shared)
+        if max_carveout and device not in self._has_carveout:
+            self._set_carveout(device)
         config = _config(grid, block, shared, pdl and supports_pdl())
         launch(stream, config, self._handle, *packed)
 
     def _allow_shared(self, device: int, shared: int) -> None:
-        (error,) = driver.cuKernelSetAttribute(
-            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            shared,
-            self._handle.handle,
-            driver.CUdevice(device),
-        )
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        error = self._set(attribute, shared, device)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise ValueError(
                 f"{self.name}: {shared} bytes of dynamic shared memory per block exceed the limit "
                 f"of device {device} ({error.name})"
             )
         self._shared[device] = shared
+
+    def _set_carveout(self, device: int) -> None:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        error = self._set(attribute, 100, device)  # percent
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{self.name}: shared memory carveout: {error.name}")
+        self._has_carveout.add(device)
+
+    def _set(
+        self, attribute: driver.CUfunction_attribute, value: int, device: int
+    ) -> driver.CUresult:
+        (error,) = driver.cuKernelSetAttribute(
+            attribute, value, self._handle.handle, driver.CUdevice(device)
+        )
+        return error
 
 
 @cleared_by_recordings
@@ -118,7 +141,13 @@ def kernel(stem: str, name: str, defines: tuple[tuple[str, str], ...] = ()) -> K
 
 class _LaunchesNothing(Kernel):
     def __call__(
-        self, grid: Extent, block: Extent, *args: object, shared: int = 0, pdl: bool = False
+        self,
+        grid: Extent,
+        block: Extent,
+        *args: object,
+        shared: int = 0,
+        pdl: bool = False,
+        max_carveout: bool = False,
     ) -> None:
         pass
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.norm import rms_norm
@@ -88,3 +89,16 @@ def test_too_much_shared_memory_is_an_error_with_the_kernels_name() -> None:
     blocks = torch.zeros(1, dtype=torch.int64, device="cuda")
     with pytest.raises(ValueError, match=r"copy_blocks.*1048576 bytes of dynamic shared"):
         kernel("cache", "copy_blocks<long long>")(1, 32, blocks, shared=1 << 20)
+
+
+def test_a_kernel_may_prefer_all_memory_to_be_shared() -> None:
+    x = torch.ones(4, 16, device="cuda")
+    out = torch.full((4, 8), torch.nan, device="cuda")
+    silu = kernel("activation", "silu_mul<float>")
+    carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    device = driver.CUdevice(torch.cuda.current_device())
+    for _ in range(2):
+        silu(1, 32, x, out, 8, 2, max_carveout=True)
+        error, percent = driver.cuKernelGetAttribute(carveout, silu._handle.handle, device)
+        assert (error, percent) == (driver.CUresult.CUDA_SUCCESS, 100)
+    assert torch.allclose(out, torch.sigmoid(torch.ones_like(out)))

@@ -128,3 +128,23 @@ def test_warps_share_jobs_so_that_none_has_more_than_others(
 ) -> None:
     assert sizes.gate_up_team == gate_up
     assert sizes.down_team == down
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dataclasses.replace(QWEN3, item_bytes=1), dataclasses.replace(GPT_OSS, item_bytes=1)]
+    + [_in_codes(sizes, kind) for sizes in (QWEN3, GPT_OSS) for kind in KINDS],
+)
+def test_blocks_that_overlap_with_the_next_kernels_are_spread_evenly(sizes: Sizes) -> None:
+    """No multiprocessor has room for one more than each has."""
+    blocks = 1 if sizes.grouped is None else 2
+    _, first = sizes.gate_up_shared(1)
+    assert sizes.overlaps
+    assert (blocks + 1) * (first + 1024) > 228 * 1024
+
+
+@pytest.mark.parametrize("sizes", [QWEN3, GPT_OSS, MIXTRAL])
+def test_weights_of_16_bits_take_no_more_memory_than_they_need(sizes: Sizes) -> None:
+    _, first = sizes.gate_up_shared(1)
+    assert not sizes.overlaps
+    assert 2 * (first + 1024) <= 228 * 1024

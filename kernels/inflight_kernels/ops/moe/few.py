@@ -144,6 +144,7 @@ def score(
         x.eps,
         num_rows,
         pdl=pdl,
+        max_carveout=True,
     )
 
 
@@ -199,6 +200,7 @@ def gate_up(
         _table_of(weight),
         shared=shared,
         pdl=pdl,
+        max_carveout=sizes.overlaps,
     )
 
 
@@ -256,6 +258,7 @@ def down(
         _table_of(weight),
         shared=shared_bytes,
         pdl=pdl,
+        max_carveout=sizes.overlaps,
     )
 
 

@@ -95,24 +95,41 @@ class Sizes:
 
     def stages(self, num_tokens: int) -> tuple[int, int]:
         """Of a block of gate and up, and of one of down; 0 if it does not fit."""
+        of_first, of_last, _ = self._rings(num_tokens)
+        return of_first, of_last
+
+    def _rings(self, num_tokens: int) -> tuple[int, int, int]:
+        """`stages`, and the least shared memory of a block of gate and up."""
         unit, blocks = self._stages_at_least, self._blocks
         one = _WARPS * unit * self._stage_bytes
         first, last = self._gate_up_bytes(num_tokens), self._down_bytes(num_tokens)
-        rest = _SHARED_BYTES - (blocks + 1) * _RESERVED_BYTES - blocks * first - last
-        for of_first, of_last in _STAGES_TOGETHER:
-            if (blocks * of_first + of_last) * one <= rest:
-                return of_first * unit, of_last * unit
+        rest = _SHARED_BYTES - (blocks + 1) * _RESERVED_BYTES - last
+        for least in (_bytes_of_one_in(blocks), 0) if self.overlaps else (0,):
+            for of_first, of_last in _STAGES_TOGETHER:
+                if blocks * max(first + of_first * one, least) + of_last * one <= rest:
+                    return of_first * unit, of_last * unit, least
 
         def alone(other_bytes: int) -> int:
             fitting = (n for n in _STAGES_ALONE if other_bytes + n * one <= MAX_SHARED_BYTES)
             return next(fitting, 0) * unit
 
-        return alone(first), alone(last)
+        return alone(first), alone(last), 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether down starts beside all blocks of gate and up. They start while some
+        multiprocessors still have blocks of the router's kernel, so that others would get more than
+        _blocks of them, and some none, unless no more fit.
+
+        Weights of 16 bits keep the memory so busy that what down reads early delays gate and up.
+        """
+        return self.grouped is not None or self.item_bytes == 1
 
     def gate_up_shared(self, num_tokens: int) -> tuple[int, int]:
         """(stages, bytes of shared memory) of a block of gate and up."""
-        stages, _ = self.stages(num_tokens)
-        return stages, self._gate_up_bytes(num_tokens) + stages * _WARPS * self._stage_bytes
+        stages, _, least = self._rings(num_tokens)
+        needed = self._gate_up_bytes(num_tokens) + stages * _WARPS * self._stage_bytes
+        return stages, max(needed, least)
 
     def down_shared(self, num_tokens: int) -> tuple[int, int]:
         """The same of down."""
@@ -193,6 +210,11 @@ class Sizes:
         """Bytes of a row of x in shared memory."""
         whole, offset = (512, 64) if self.grouped is None else (2 * RECORD_COLUMNS, 16)
         return -(-columns * self.item_bytes // whole) * whole + offset
+
+
+def _bytes_of_one_in(blocks: int) -> int:
+    """Of a block of shared memory, at least, of which a multiprocessor has room for so many."""
+    return _SHARED_BYTES // (blocks + 1) - _RESERVED_BYTES + 1
 
 
 def _team_size(jobs: int, stages: int, sizes: tuple[int, ...]) -> int:
