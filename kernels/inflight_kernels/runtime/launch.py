@@ -72,9 +72,9 @@ class Kernel:
             pdl: programmatic dependent launch, if the device supports it: start while the preceding
                 kernel still runs. The kernel must call `pdl_wait()` of common.cuh before it
                 accesses memory that an earlier kernel writes, or writes memory that one reads.
-            max_carveout: have a multiprocessor's memory as shared memory rather than L1 cache, also
-                what this kernel does not need, so that blocks of the next one find room beside its
-                own. A preference, which later launches of the kernel keep.
+            max_carveout: with `pdl`, have a multiprocessor's memory as shared memory rather than L1
+                cache, also what this kernel does not need, so that blocks of the next one find room
+                beside its own. A preference, which later launches of the kernel keep.
 
         Raises:
             TypeError: an argument has another type.
@@ -87,9 +87,10 @@ class Kernel:
         stream = _stream(device, torch._C._cuda_getCurrentRawStream(device))
         if shared > _SHARED_BY_DEFAULT and shared > self._shared.get(device, 0):
             self._allow_shared(device, shared)
-        if max_carveout and device not in self._has_carveout:
+        overlaps = pdl and supports_pdl()
+        if overlaps and max_carveout and device not in self._has_carveout:
             self._set_carveout(device)
-        config = _config(grid, block, shared, pdl and supports_pdl())
+        config = _config(grid, block, shared, overlaps)
         launch(stream, config, self._handle, *packed)
 
     def _allow_shared(self, device: int, shared: int) -> None:

@@ -91,14 +91,14 @@ def test_too_much_shared_memory_is_an_error_with_the_kernels_name() -> None:
         kernel("cache", "copy_blocks<long long>")(1, 32, blocks, shared=1 << 20)
 
 
-def test_a_kernel_may_prefer_all_memory_to_be_shared() -> None:
+def test_a_kernel_that_overlaps_may_prefer_all_memory_to_be_shared() -> None:
     x = torch.ones(4, 16, device="cuda")
     out = torch.full((4, 8), torch.nan, device="cuda")
     silu = kernel("activation", "silu_mul<float>")
     carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     device = driver.CUdevice(torch.cuda.current_device())
     for _ in range(2):
-        silu(1, 32, x, out, 8, 2, max_carveout=True)
+        silu(1, 32, x, out, 8, 2, pdl=True, max_carveout=True)
         error, percent = driver.cuKernelGetAttribute(carveout, silu._handle.handle, device)
         assert (error, percent) == (driver.CUresult.CUDA_SUCCESS, 100)
     assert torch.allclose(out, torch.sigmoid(torch.ones_like(out)))

@@ -146,7 +146,7 @@ def launch_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchOf]:
     found: list[FewTokens] = []
 
     def kernel(stem: str, name: str) -> Callable[..., None]:
-        def launch(blocks: int, threads: int, *operands: Any, shared: int, pdl: bool) -> None:
+        def launch(blocks: int, threads: int, *operands: Any, shared: int, **how: bool) -> None:
             *_, phase, _, _ = operands
             tokens, tiles, warps, depth = map(int, name.rstrip(">").rsplit(", ", 4)[1:])
             found.append(FewTokens(name, tokens, tiles, warps, depth, threads, phase, shared))
