@@ -79,6 +79,8 @@ class Kernel:
         Raises:
             TypeError: an argument has another type.
             OverflowError: an int exceeds 32 bits.
+            ValueError: `shared` exceeds the device's limit.
+            RuntimeError: the driver refuses the carveout.
         """
         packed = [_PACK.get(type(arg), _pack_other)(arg) for arg in args]
         # Private functions on this hot path: torch.cuda.current_device() and current_stream() also
@@ -107,7 +109,9 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         error = self._set(attribute, 100, device)  # percent
         if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{self.name}: shared memory carveout: {error.name}")
+            raise RuntimeError(
+                f"{self.name}: device {device} refuses a shared memory carveout ({error.name})"
+            )
         self._has_carveout.add(device)
 
     def _set(

@@ -99,12 +99,12 @@ class Sizes:
         return of_first, of_last
 
     def _rings(self, num_tokens: int) -> tuple[int, int, int]:
-        """`stages`, and the least shared memory of a block of gate and up."""
+        """`stages`, and the minimum of shared memory of a block of gate and up."""
         unit, blocks = self._stages_at_least, self._blocks
         one = _WARPS * unit * self._stage_bytes
         first, last = self._gate_up_bytes(num_tokens), self._down_bytes(num_tokens)
         rest = _SHARED_BYTES - (blocks + 1) * _RESERVED_BYTES - last
-        for least in (_bytes_of_one_in(blocks), 0) if self.overlaps else (0,):
+        for least in (_least_bytes(blocks), 0) if self.overlaps else (0,):
             for of_first, of_last in _STAGES_TOGETHER:
                 if blocks * max(first + of_first * one, least) + of_last * one <= rest:
                     return of_first * unit, of_last * unit, least
@@ -117,11 +117,11 @@ class Sizes:
 
     @property
     def overlaps(self) -> bool:
-        """Whether down starts beside all blocks of gate and up. They start while some
-        multiprocessors still have blocks of the router's kernel, so that others would get more than
-        _blocks of them, and some none, unless no more fit.
+        """Whether down starts beside every block of gate and up, to read its weights early.
 
-        Weights of 16 bits keep the memory so busy that what down reads early delays gate and up.
+        Blocks of gate and up start while the router's kernel occupies some multiprocessors. Without
+        a minimum of shared memory others take more than _blocks of them, and some none. Weights of
+        16 bits saturate the memory anyway: what down reads early then delays gate and up.
         """
         return self.grouped is not None or self.item_bytes == 1
 
@@ -212,8 +212,8 @@ class Sizes:
         return -(-columns * self.item_bytes // whole) * whole + offset
 
 
-def _bytes_of_one_in(blocks: int) -> int:
-    """Of a block of shared memory, at least, of which a multiprocessor has room for so many."""
+def _least_bytes(blocks: int) -> int:
+    """Shared memory with which no more than so many blocks fit on a multiprocessor."""
     return _SHARED_BYTES // (blocks + 1) - _RESERVED_BYTES + 1
 
 
