@@ -11,7 +11,7 @@
 #pragma once
 
 #include "cluster.cuh"
-#include "latent/latent_tile.cuh"
+#include "latent/latent_results.cuh"
 
 namespace attention {
 

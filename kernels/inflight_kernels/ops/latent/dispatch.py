@@ -21,7 +21,7 @@ from inflight_kernels.ops.attention.dispatch import (
 )
 from inflight_kernels.ops.latent.operands import KEY, RANK
 
-# As in latent_tile.cuh.
+# As in latent_shape.cuh.
 _KEYS = 32
 _WARPS = 8
 _DEPTHS = 4
@@ -32,7 +32,7 @@ _REGISTER_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Tile shape of a block; the fields are documented in latent_tile.cuh."""
+    """Tile shape of a block; the fields are documented in latent_shape.cuh."""
 
     rows: int
     stages: int
