@@ -145,15 +145,7 @@ def kernel(stem: str, name: str, defines: tuple[tuple[str, str], ...] = ()) -> K
 
 
 class _LaunchesNothing(Kernel):
-    def __call__(
-        self,
-        grid: Extent,
-        block: Extent,
-        *args: object,
-        shared: int = 0,
-        pdl: bool = False,
-        max_carveout: bool = False,
-    ) -> None:
+    def __call__(self, *args: object, **options: object) -> None:
         pass
 
 
