@@ -211,7 +211,7 @@ def linear(
         *((0 if num_tokens is None or m == 1 else num_tokens,) if found.streams else ()),
         shared=found.shared_bytes,
         pdl=pdl,
-        max_carveout=found.streams,
+        max_carveout=found.streams,  # for the next product, which reads its weight early
     )
 
 

@@ -144,7 +144,7 @@ def score(
         x.eps,
         num_rows,
         pdl=pdl,
-        max_carveout=True,
+        max_carveout=True,  # for gate and up, of which not all find a multiprocessor of their own
     )
 
 

@@ -1,4 +1,4 @@
-"""The index maps of latent_tile.cuh, latent_results.cuh, latent_merge.cuh and latent_products.cu
+"""The index maps of the kernels of latent attention in numpy.
 
 The kernels need a GPU (tests/kernels/gpu); these checks do not: lanes hold the fragments of the mma
 instructions, tiles are copied once, parts of a split unit cover it, and shared memory has few bank
