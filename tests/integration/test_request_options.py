@@ -228,16 +228,28 @@ def test_drafts_change_the_steps_and_not_the_text(cpu):
     (plain,) = ask(cpu.grpc, request("generate", prompt, *options))
     assert plain["draft_stats"] == ""
     drafts = tensor("speculation", "BYTES", "4")
+    before = cpu.stats().num_accepted_tokens
     (drafted,) = ask(cpu.grpc, request("generate", prompt, drafts, *options))
     assert drafted["text_output"] == plain["text_output"]
     stats = json.loads(drafted["draft_stats"])
+    assert cpu.stats().num_accepted_tokens - before == stats["num_accepted"]
     assert 0 < stats["num_accepted"] <= stats["num_drafted"]
     assert stats["num_steps"] + stats["num_accepted"] == 40
     assert stats["tokens_per_step"] == pytest.approx(40 / stats["num_steps"], abs=1e-3)
-    streamed = ask(cpu.grpc, request("generate", prompt, drafts, STREAM, *options))
-    assert "".join(answer["text_output"] for answer in streamed) == plain["text_output"]
-    engine = cpu.stats()
-    assert engine.num_accepted_tokens >= 2 * stats["num_accepted"]
+
+    def drafted_stream() -> dict[str, Any]:
+        before = cpu.stats().num_accepted_tokens
+        timed = tensor("return_timing", "BOOL", True)
+        streamed = ask(cpu.grpc, request("generate", prompt, drafts, STREAM, timed, *options))
+        assert "".join(answer["text_output"] for answer in streamed) == plain["text_output"]
+        found: dict[str, Any] = json.loads(streamed[-1]["draft_stats"])
+        assert cpu.stats().num_accepted_tokens - before == found["num_accepted"]
+        return found
+
+    # A busy machine may suspend a stream, which accepts no drafts in the prefill step after that.
+    found = (drafted_stream() for _ in range(10))
+    unsuspended = next(one for one in found if not one["timing"]["suspended_s"])
+    assert {name: unsuspended[name] for name in stats} == stats
 
 
 def test_drafts_go_together_with_everything_else(cpu):
