@@ -26,6 +26,7 @@ from inflight_kernels.ops.linear import grouped, grouped_gemm, skinny_gemm
 from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
     INT4,
+    INT6,
     INT8,
     TABLE,
     GroupedKind,
@@ -41,7 +42,7 @@ KINDS = {
     "q4_k": GroupedKind(INT4, 32, True),
     "mxfp4": GroupedKind(E2M1, 32, False),
     "nf4": GroupedKind(TABLE, 32, False),
-    "q6_k": GroupedKind(INT8, 16, False),
+    "q6_k": GroupedKind(INT6, 16, False),
     "q8_0": GroupedKind(INT8, 32, False),
 }
 Call = Callable[[], object]

@@ -7,7 +7,6 @@ import torch
 from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
     E2M1_VALUES,
-    INT8,
     TABLE,
     GroupedKind,
     GroupedRows,
@@ -18,7 +17,7 @@ from inflight_kernels.ops.linear.grouped_rows import (
 def random_rows(n: int, k: int, kind: GroupedKind, device: str = "cuda") -> GroupedRows:
     """A matrix [n, k] of one kind, whose groups differ in scale; k is a multiple of 16, or has one
     group."""
-    bits = 8 if kind.codes == INT8 else 4
+    bits = kind.bits
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=device)
     count = k // kind.group if k % kind.group == 0 else 1
     scales = (torch.rand(n, count, device=device) + 0.5) * (2.0 ** (1 - bits) * k**-0.5)

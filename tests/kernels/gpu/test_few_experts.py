@@ -74,27 +74,33 @@ class Weights:
 
 # Levels that are not those of e2m1, and of each kind of codes the width of one code's values.
 _LEVELS = torch.tensor([-127.0, *range(-100, 100, 15), 120.0]) / 128
-_WIDTHS = {grouped_rows.E2M1: 3.0, grouped_rows.INT4: 4.6, grouped_rows.TABLE: 0.6}
+_WIDTHS = {
+    grouped_rows.E2M1: 3.0,
+    grouped_rows.INT4: 4.6,
+    grouped_rows.INT6: 18.5,
+    grouped_rows.TABLE: 0.6,
+}
 
 
 def _codes(rows: int, columns: int, kind: GroupedKind) -> GroupedRows:
     """A random matrix. What the last group has past the columns is not 0, and must not matter."""
     groups, positive = -(-columns // kind.group), torch.tensor(grouped_rows.E2M1_VALUES)
-    bits = 8 if kind.codes == grouped_rows.INT8 else 4
     levels = {
         grouped_rows.E2M1: torch.cat([positive, -positive]),
         grouped_rows.TABLE: _LEVELS,
     }.get(kind.codes)
-    codes = torch.randint(1 << bits, (rows, groups * kind.group), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(
+        1 << kind.bits, (rows, groups * kind.group), dtype=torch.uint8, device="cuda"
+    )
     unit = columns**-0.5 / _WIDTHS.get(kind.codes, 74.0)
     scales = (torch.rand(rows, groups, device="cuda") + 0.5) * unit
     minimums = torch.randn(rows, groups, device="cuda") * columns**-0.5
     packed = grouped_rows.pack(
         codes,
-        bits,
+        kind.bits,
         scales,
         minimums if kind.minimums else None,
-        0 if levels is not None else 1 << bits - 1,
+        0 if levels is not None else 1 << kind.bits - 1,
         levels,
     )
     assert packed.kind == kind

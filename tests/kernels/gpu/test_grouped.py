@@ -13,6 +13,7 @@ from inflight_kernels.ops.linear import grouped, grouped_gemm
 from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
     INT4,
+    INT6,
     INT8,
     KINDS,
     TABLE,
@@ -29,9 +30,11 @@ CASES = [(grouped.linear, m) for m in FEW] + [(grouped_gemm.linear, m) for m in 
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1005, 1296), (124, 16), (130, 96)]
 EACH_CODE = [
     GroupedKind(INT4, 128, False),
+    GroupedKind(INT4, 32, True),
     GroupedKind(E2M1, 32, False),
     GroupedKind(TABLE, 32, False),
     GroupedKind(INT8, 16, True),
+    GroupedKind(INT6, 16, False),
 ]
 
 kinds = pytest.mark.parametrize("kind", EACH_CODE, ids=lambda kind: kind.name)
@@ -142,7 +145,7 @@ def test_few_tokens_of_a_small_weight_have_the_results_that_each_has_alone(
 ) -> None:
     """A text with drafts is then that without: a step verifies them as it would choose them."""
     weight = random_rows(n, k, kind)
-    most = 4 if kind.in_planes else 8
+    most = grouped.MAX_TOKENS
     x = _random(most, k)
     width = n // 2 if gated else n
 
@@ -164,7 +167,7 @@ def test_few_tokens_of_a_small_weight_have_the_results_that_each_has_alone(
 def test_tokens_that_do_not_count_are_left_out(kind, n, k, gated) -> None:
     """Those that count have the results that they have alone, whatever is in the others."""
     weight, bias = random_rows(n, k, kind), _random(n)
-    most = 4 if kind.in_planes else 8
+    most = grouped.MAX_TOKENS
     width = n // 2 if gated else n
     x, residual = _random(most, k), _random(most, width)
     for count in range(most + 1):
@@ -188,11 +191,12 @@ def test_all_tokens_are_computed_if_more_count() -> None:
     assert torch.equal(out, expected)
 
 
+@kinds
 @pytest.mark.parametrize(
     ("linear", "tokens"), [(grouped.linear, 2), (grouped.linear, 7), (grouped_gemm.linear, 60)]
 )
-def test_a_broken_token_breaks_no_other(linear, tokens) -> None:
-    x, weight = _random(tokens, 1024), random_rows(512, 1024, EACH_CODE[1])
+def test_a_broken_token_breaks_no_other(linear, tokens, kind) -> None:
+    x, weight = _random(tokens, 1024), random_rows(512, 1024, kind)
     clean, dirty = (torch.empty(tokens, 512, dtype=x.dtype, device="cuda") for _ in range(2))
     linear(x, weight, out=clean)
     x[1] = torch.nan

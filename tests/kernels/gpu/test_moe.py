@@ -13,6 +13,7 @@ from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
     E2M1_VALUES,
     INT4,
+    INT6,
     INT8,
     TABLE,
     GroupedKind,
@@ -302,12 +303,13 @@ KINDS = [
     GroupedKind(INT8, 32, minimums=False),
     GroupedKind(INT8, 32, minimums=True),
     GroupedKind(INT8, 16, minimums=False),
+    GroupedKind(INT6, 16, minimums=False),
 ]
 
 
 def _in_records(kind: GroupedKind, experts: int, n: int, k: int) -> GroupedRows:
     """Random matrices of experts; of groups of 128 columns, all columns are one."""
-    bits, rows = 8 if kind.codes == INT8 else 4, experts * n
+    bits, rows = kind.bits, experts * n
     codes = torch.randint(0, 1 << bits, (rows, k), dtype=torch.uint8, device="cuda")
     groups = k // kind.group if k % kind.group == 0 else 1
     # Values with a deviation of 2 * k ** -0.5, as those of the tests of 16 bits.

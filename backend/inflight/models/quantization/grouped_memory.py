@@ -36,7 +36,7 @@ class KeptValues:
 
 
 def grouped_bits(bits: int, group: int, has_minimums: bool) -> float:
-    """Bits per weight in memory.
+    """Bits per weight in memory of a CPU.
 
     Kernels read codes of 4 bits packed, wider ones from a byte each. A scale has 16 bits, and so
     has a minimum.
@@ -46,16 +46,23 @@ def grouped_bits(bits: int, group: int, has_minimums: bool) -> float:
         group: columns with a scale in common.
         has_minimums: whether a group has a minimum.
     """
-    return (4 if bits == 4 else 8) + 16 * (1 + has_minimums) / group
+    return (4 if bits == 4 else 8) + _scale_bits(group, has_minimums)
+
+
+def _scale_bits(group: int, has_minimums: bool) -> float:
+    return 16 * (1 + has_minimums) / group
 
 
 def record_bits(bits: int, group: int, has_minimums: bool, width: int) -> float:
-    """`grouped_bits` on a GPU, where columns are padded and groups are those that kernels have: see
-    `grouped_rows`."""
+    """The same on a GPU, where codes of 5 bits have 6, columns are padded and groups are those
+    that kernels have: see `grouped_rows`."""
     columns, groups = 128, (128, 32, 16)
+    kept_bits = next(kept for kept in (4, 6, 8) if bits <= kept)
     kept = next((one for one in groups if group % one == 0), columns)
+    if kept_bits == 6:
+        kept = min(kept, 32)
     padded = -(-width // columns) * columns
-    return grouped_bits(bits, kept, has_minimums) * padded / width
+    return (kept_bits + _scale_bits(kept, has_minimums)) * padded / width
 
 
 BitsOf = Callable[[int, int, bool, int], float]

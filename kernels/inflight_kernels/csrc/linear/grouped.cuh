@@ -19,8 +19,9 @@ namespace grouped {
 constexpr int ROWS = 16, COLUMNS = 128;  // of a record
 constexpr int STEP = 16;                 // columns of a product
 
-// Codes: integers of 4 bits plus 8; e2m1; indices of a table; integers of 8 bits.
-constexpr int INT4 = 0, E2M1 = 1, TABLE = 2, INT8 = 3;
+// Codes: integers of 4 bits plus 8; e2m1; indices of a table; integers of 8 bits; integers of 6
+// bits plus 32, whose lower 4 bits come first.
+constexpr int INT4 = 0, E2M1 = 1, TABLE = 2, INT8 = 3, INT6 = 4;
 
 // The values of 16 codes in bfloat16: their lower bytes, then their upper ones, 4 to a word.
 struct Table {
@@ -33,7 +34,8 @@ template <int CODES_, int GROUP_, bool MINIMUMS_>
 struct Records {
     static constexpr int CODES = CODES_, GROUP = GROUP_;
     static constexpr bool MINIMUMS = MINIMUMS_;
-    static constexpr int CODE_BYTES = ROWS * COLUMNS / (CODES == INT8 ? 1 : 2);
+    static constexpr int BITS = CODES == INT8 ? 8 : CODES == INT6 ? 6 : 4;
+    static constexpr int CODE_BYTES = ROWS * COLUMNS * BITS / 8;
     static constexpr int GROUPS = COLUMNS / GROUP;
     static constexpr int CODE_VECTORS = CODE_BYTES / 512;  // of 16 bytes, of a lane
     static constexpr int SCALE_WORDS = GROUPS * (MINIMUMS ? 2 : 1);  // of a lane
@@ -94,25 +96,33 @@ struct Scales {
           lower_minimum(__byte_perm(minimums, minimums, 0x3232)) {}
 };
 
-// A lane's codes of 32 columns: two steps.
+// A lane's codes of 32 columns: two steps. Of 6 bits the third word has the upper two; with p and g
+// as above, byte 0 has those of column 2p of the rows g and g + 8 of the first step, then of the
+// second one; the next bytes those of 2p + 8, 2p + 1 and 2p + 9.
 template <class R>
 struct Codes {
-    unsigned words[R::CODES == INT8 ? 4 : 2];
+    unsigned words[R::BITS / 2];
 };
 
 // A lane's codes of a record, as vectors -> in the order of steps.
 template <class R>
 __device__ __forceinline__ void split(const uint4 (&vectors)[R::CODE_VECTORS],
                                       Codes<R> (&to)[COLUMNS / (2 * STEP)]) {
+    if constexpr (R::CODES == INT8) {
 #pragma unroll
-    for (int i = 0; i < R::CODE_VECTORS; i++) {
-        const uint4 raw = vectors[i];
-        if constexpr (R::CODES == INT8) {
-            to[i].words[0] = raw.x, to[i].words[1] = raw.y;
-            to[i].words[2] = raw.z, to[i].words[3] = raw.w;
-        } else {
-            to[2 * i].words[0] = raw.x, to[2 * i].words[1] = raw.y;
-            to[2 * i + 1].words[0] = raw.z, to[2 * i + 1].words[1] = raw.w;
+        for (int i = 0; i < 4; i++) {
+            to[i].words[0] = vectors[i].x, to[i].words[1] = vectors[i].y;
+            to[i].words[2] = vectors[i].z, to[i].words[3] = vectors[i].w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            to[2 * i].words[0] = vectors[i].x, to[2 * i].words[1] = vectors[i].y;
+            to[2 * i + 1].words[0] = vectors[i].z, to[2 * i + 1].words[1] = vectors[i].w;
+        }
+        if constexpr (R::CODES == INT6) {
+            to[0].words[2] = vectors[2].x, to[1].words[2] = vectors[2].y;
+            to[2].words[2] = vectors[2].z, to[3].words[2] = vectors[2].w;
         }
     }
 }
@@ -147,26 +157,32 @@ struct Reader {
     }
 };
 
-// What a lane takes from a record, in registers.
-template <class R>
+// What a lane takes from a record, in registers. To be multiplied in planes (grouped_planes.cuh),
+// the four lanes of the same rows share their groups: each has the words of some adjacent ones.
+template <class R, bool PLANES>
 struct Loaded {
+    static constexpr bool SHARES = PLANES && R::GROUPS > 1;
+    static constexpr int GROUPS = SHARES ? R::GROUPS / 4 : R::GROUPS;  // of a lane
+    static constexpr int PER_GROUP = R::MINIMUMS ? 2 : 1, WORDS = GROUPS * PER_GROUP;
+
     uint4 codes[R::CODE_VECTORS];
-    unsigned words[R::SCALE_WORDS];
+    unsigned words[WORDS];
 
     // From global memory; once, and evicted first from the L2 cache.
     __device__ __forceinline__ void load(const unsigned char* record, int lane) {
 #pragma unroll
         for (int i = 0; i < R::CODE_VECTORS; i++)
             codes[i] = ptx::load_once(record + i * 512 + lane * 16);
-        const unsigned char* const from = record + R::CODE_BYTES + lane / 4 * (4 * R::SCALE_WORDS);
-        if constexpr (R::SCALE_WORDS == 1) {
+        const unsigned char* const from =
+            record + R::CODE_BYTES + (SHARES ? lane : lane / 4) * (4 * WORDS);
+        if constexpr (WORDS == 1) {
             words[0] = __ldg(reinterpret_cast<const unsigned*>(from));
-        } else if constexpr (R::SCALE_WORDS == 2) {
+        } else if constexpr (WORDS == 2) {
             const uint2 pair = __ldg(reinterpret_cast<const uint2*>(from));
             words[0] = pair.x, words[1] = pair.y;
         } else {
 #pragma unroll
-            for (int i = 0; i < R::SCALE_WORDS / 4; i++) {
+            for (int i = 0; i < WORDS / 4; i++) {
                 const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from) + i);
                 words[4 * i] = raw.x, words[4 * i + 1] = raw.y;
                 words[4 * i + 2] = raw.z, words[4 * i + 3] = raw.w;
@@ -174,34 +190,49 @@ struct Loaded {
         }
     }
 
-    // Of the group with this step.
+    // The word of a group's scales.
+    __device__ __forceinline__ unsigned scales_of(int group) const {
+        if constexpr (SHARES)
+            return __shfl_sync(FULL_WARP, words[group % GROUPS * PER_GROUP], group / GROUPS, 4);
+        else
+            return words[group * PER_GROUP];
+    }
+
+    // Of the group with this step; not if lanes share them.
     __device__ __forceinline__ Scales scales(int step) const {
         const int group = step * STEP / R::GROUP;
-        if constexpr (R::MINIMUMS)
-            return Scales(words[2 * group], words[2 * group + 1]);
-        else
-            return Scales(words[group], 0);
+        return Scales(words[group * PER_GROUP], R::MINIMUMS ? words[group * PER_GROUP + 1] : 0);
     }
 };
 
-// Codes of a step as pairs of bfloat16, in the order of the operand's registers: columns 2p and
-// 2p + 1 of row g, of row g + 8, then 2p + 8 and 2p + 9 of both.
-template <int CODES>
-__device__ __forceinline__ void decode(const unsigned* words, const Table& table,
+// Codes of step 0 or 1 of a pair as pairs of bfloat16, in the order of the operand's registers:
+// columns 2p and 2p + 1 of row g, of row g + 8, then 2p + 8 and 2p + 9 of both.
+template <class R>
+__device__ __forceinline__ void decode(const Codes<R>& codes, int step, const Table& table,
                                        unsigned (&to)[4]) {
-    if constexpr (CODES == INT8) {
-        Int8::decode(words[0], to[0], to[1]);
-        Int8::decode(words[1], to[2], to[3]);
-    } else if constexpr (CODES == INT4) {
+    if constexpr (R::CODES == INT8) {
+        Int8::decode(codes.words[2 * step], to[0], to[1]);
+        Int8::decode(codes.words[2 * step + 1], to[2], to[3]);
+    } else if constexpr (R::CODES == INT4) {
         // From 128 on, bfloat16 counts in ones.
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            to[i] = subtract(and_or(words[0] >> 4 * i, 0x000f000fu, 0x43004300u), 0x43084308u);
-    } else if constexpr (CODES == E2M1) {
+            to[i] =
+                subtract(and_or(codes.words[step] >> 4 * i, 0x000f000fu, 0x43004300u), 0x43084308u);
+    } else if constexpr (R::CODES == INT6) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const unsigned lower = and_or(codes.words[step] >> 4 * i, 0x000f000fu, 0x43004300u);
+            const int place = 4 * step + i % 2 * 2 + i / 2 * 8;
+            const unsigned upper =
+                place < 4 ? codes.words[2] << 4 - place : codes.words[2] >> place - 4;
+            to[i] = subtract(and_or(upper, 0x00300030u, lower), 0x43204320u);
+        }
+    } else if constexpr (R::CODES == E2M1) {
         // Sign, exponent and mantissa where bfloat16 has them: the value times 2^-126. Of three codes
         // they lie so far apart that a shift to the left, which is a multiplication, suffices.
         constexpr unsigned MASK = 0x81c081c0u;
-        const unsigned word = words[0];
+        const unsigned word = codes.words[step];
         to[0] = word & MASK;
         to[1] = word << 3 & MASK;
         to[2] = word << 6 & MASK;
@@ -209,8 +240,8 @@ __device__ __forceinline__ void decode(const unsigned* words, const Table& table
                        and_or(word >> 4, 0x00c000c0u, word >> 5 & 0x01000100u));
     } else {
         // Bytes of the codes 0 to 7 and 8 to 15 are looked up apart; bit 3 chooses.
-        const unsigned index = words[0] & 0x77777777u;
-        const unsigned choice = words[0] >> 1 & 0x44444444u;
+        const unsigned index = codes.words[step] & 0x77777777u;
+        const unsigned choice = codes.words[step] >> 1 & 0x44444444u;
         unsigned halves[2][2];  // lower and upper bytes of the codes 0 to 3, and 4 to 7
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -237,7 +268,7 @@ __device__ __forceinline__ void decode(const unsigned* words, const Table& table
 template <class R>
 __device__ __forceinline__ void operand(const Codes<R>& codes, int step, const Scales& scales,
                                         const Table& table, unsigned (&to)[4]) {
-    decode<R::CODES>(codes.words + (R::CODES == INT8 ? 2 * step : step), table, to);
+    decode<R>(codes, step, table, to);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const unsigned scale = i % 2 ? scales.lower : scales.upper;

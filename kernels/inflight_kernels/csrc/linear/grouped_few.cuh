@@ -8,102 +8,83 @@ namespace grouped {
 
 constexpr int HALF_WARP = 16;
 
-// Sums of 16 rows and 8 tokens, in fragments.
-template <int TOKENS>
-using Sums = float[TOKENS / 8][4];
+constexpr int FEW_TOKENS = 8;  // columns of a product
 
-// Adds the products of a record of each of TILES tiles to sums. x: addresses of this lane's rows of
-// ldmatrix.
-template <class R, int TOKENS, int TILES>
-__device__ __forceinline__ void multiply_values(const Loaded<R> (&loaded)[TILES],
-                                                const Table& table, const unsigned (&x)[TOKENS / 8],
-                                                Sums<TOKENS> (&sums)[TILES]) {
+// Adds the products of a record of each of TILES tiles to sums of 16 rows by FEW_TOKENS, in
+// fragments. x: address of this lane's row of ldmatrix.
+template <class R, int TILES>
+__device__ __forceinline__ void multiply_values(const Loaded<R, false> (&loaded)[TILES],
+                                                const Table& table, unsigned x,
+                                                float (&sums)[TILES][4]) {
     Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
 #pragma unroll
     for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
 #pragma unroll
     for (int i = 0; i < COLUMNS / (2 * STEP); i++) {
-        unsigned b[TOKENS / 8][4];
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; j++) ptx::load_matrices(b[j], x[j] + i * 64);
+        unsigned b[4];
+        ptx::load_matrices(b, x + i * 64);
 #pragma unroll
         for (int s = 0; s < 2; s++)
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 unsigned a[4];
                 operand<R>(codes[t][i], s, loaded[t].scales(2 * i + s), table, a);
-#pragma unroll
-                for (int j = 0; j < TOKENS / 8; j++)
-                    ptx::mma<__nv_bfloat16>(sums[t][j], a, b[j][2 * s], b[j][2 * s + 1]);
+                ptx::mma<__nv_bfloat16>(sums[t], a, b[2 * s], b[2 * s + 1]);
             }
     }
-}
-
-// The same in planes.
-template <class R, int TOKENS, int TILES>
-__device__ __forceinline__ void multiply_in_planes(const Loaded<R> (&loaded)[TILES],
-                                                   const unsigned (&x)[TOKENS / 8],
-                                                   const GroupOfX* groups, int stride,
-                                                   Sums<TOKENS> (&sums)[TILES]) {
-    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
-    const auto words_of = [&](int t, int group) {
-        const unsigned* const words = loaded[t].words + group * (R::MINIMUMS ? 2 : 1);
-        return make_uint2(words[0], R::MINIMUMS ? words[R::MINIMUMS ? 1 : 0] : 0);
-    };
-    multiply_planes<R, TILES, TOKENS / 8>(codes, words_of, x, groups, stride, sums);
 }
 
 // Columns of x in shared memory, `phase` of them at a time: in bfloat16, or in planes with what
 // their groups are multiplied with. A row, or one of its planes, has 16 bytes more than its
 // columns: rows begin in different banks.
-template <class R, int TOKENS>
+template <class R, bool PLANES>
 struct SharedX {
-    static constexpr bool PLANES = IN_PLANES<R>;
-    static constexpr int COLUMN_BYTES = PLANES ? 1 : 2, ROWS_AT_ONCE = PLANES ? PLANE_TOKENS : 8;
+    static constexpr int COLUMN_BYTES = PLANES ? 1 : 2;
+    static constexpr int TOKENS = PLANES ? PLANE_TOKENS : FEW_TOKENS;
 
-    GroupOfX* groups;
+    float* factors;
+    float* sums;
     unsigned char* memory;
-    int pitch, num_groups;
+    int pitch;
 
     __device__ __forceinline__ SharedX(unsigned char* at, int phase)
-        : groups(reinterpret_cast<GroupOfX*>(at)),
-          pitch(COLUMN_BYTES * phase + 16),
-          num_groups(PLANES ? phase / R::GROUP : 0) {
-        memory = reinterpret_cast<unsigned char*>(groups + num_groups * TOKENS);
+        : factors(reinterpret_cast<float*>(at)),
+          sums(factors + (PLANES ? phase / PLANE_COLUMNS * FEW_TOKENS : 0)),
+          memory(reinterpret_cast<unsigned char*>(sums +
+                                                  (PLANES ? phase / R::GROUP * FEW_TOKENS : 0))),
+          pitch(COLUMN_BYTES * phase + 16) {}
+
+    // From a column of x on, in a column of a product.
+    __device__ __forceinline__ PlanesOfX planes(int column, int token) const {
+        return {factors + column / PLANE_COLUMNS * FEW_TOKENS + token,
+                sums + column / R::GROUP * FEW_TOKENS + token};
     }
 
     // Of a row of x, with both planes.
     __device__ __forceinline__ int row_bytes() const { return (PLANES ? 2 : 1) * pitch; }
 
-    // Addresses of this lane's rows of ldmatrix, at a record's columns. Of tokens that there are
-    // not, sums of the last one are computed, and not stored.
-    __device__ __forceinline__ void rows(int m, int record, unsigned (&to)[TOKENS / 8]) const {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; j++) {
-            const int row = min(j * ROWS_AT_ONCE + lane % ROWS_AT_ONCE, m - 1);
-            to[j] = ptx::shared_address(memory) +
-                    (PLANES ? 2 * row + lane % 8 / PLANE_TOKENS : row) * pitch + lane / 8 * 16 +
-                    record * (COLUMN_BYTES * COLUMNS);
-        }
+    // Address of this lane's row of ldmatrix, at a record's columns. Of tokens that there are not,
+    // sums of the last one are computed, and not stored.
+    __device__ __forceinline__ unsigned row(int m, int record) const {
+        const int lane = threadIdx.x % 32, token = min(lane % TOKENS, m - 1);
+        return ptx::shared_address(memory) +
+               (PLANES ? 2 * token + lane % 8 / PLANE_TOKENS : token) * pitch + lane / 8 * 16 +
+               record * (COLUMN_BYTES * COLUMNS);
     }
 
-    // Adds the products of records with these rows of x; `record` is that of their columns.
+    // Adds the products of records with x, at this lane's row; `record` is that of their columns.
     template <int TILES>
-    __device__ __forceinline__ void multiply(const Loaded<R> (&loaded)[TILES], const Table& table,
-                                             const unsigned (&rows)[TOKENS / 8], int record,
-                                             Sums<TOKENS> (&sums)[TILES]) const {
+    __device__ __forceinline__ void multiply(const Loaded<R, PLANES> (&loaded)[TILES],
+                                             const Table& table, unsigned row, int record,
+                                             float (&sums)[TILES][4]) const {
         if constexpr (PLANES)
-            multiply_in_planes<R, TOKENS, TILES>(loaded, rows, groups + record * (R::GROUPS * 8),
-                                                 num_groups * 8, sums);
+            multiply_planes<R, TILES>(loaded, row, planes(record * COLUMNS, 0), sums);
         else
-            multiply_values<R, TOKENS, TILES>(loaded, table, rows, sums);
+            multiply_values<R, TILES>(loaded, table, row, sums);
     }
 
-    // Begins to load columns `begin` to `end` of x [m, k], m <= 16, whose rows are `stride` values
-    // apart. Called by all threads of a block, which `finish` before they read them.
+    // Begins to load columns `begin` to `end` of x [m, k], m <= TOKENS, whose rows are `stride`
+    // values apart. Called by all threads of a block, which `finish` before they read them.
     template <int THREADS>
     __device__ __forceinline__ void load(const __nv_bfloat16* x, int stride, int m, int k,
                                          int begin, int end) const {
@@ -129,10 +110,8 @@ struct SharedX {
                                               ? load_vector(from + place + 8 * part)
                                               : make_uint4(0, 0, 0, 0),
                                           *reinterpret_cast<float(*)[8]>(values + 8 * part));
-                const int group = plane * (PLANE_COLUMNS / R::GROUP);
-                convert<R>(
-                    values, memory + 2 * row * pitch + place, pitch,
-                    groups + (row / PLANE_TOKENS * num_groups + group) * 8 + row % PLANE_TOKENS);
+                convert<R>(values, memory + 2 * row * pitch + place, pitch,
+                           planes(plane * PLANE_COLUMNS, row));
             }
         } else {
             const unsigned to = ptx::shared_address(memory) + row * pitch;

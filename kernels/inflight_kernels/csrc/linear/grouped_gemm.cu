@@ -1,5 +1,5 @@
-// Linear layers whose weight has 4 or 8 bits a value and scales of groups (grouped.cuh), while x is
-// bfloat16.
+// Linear layers whose weight has 4, 6 or 8 bits a value and scales of groups (grouped.cuh), while x
+// is bfloat16.
 //
 // For few tokens a kernel streams the weight once, from memory to registers: each warp of a block
 // has records of its own, and loads them some ahead. Codes become bfloat16, or bytes
@@ -11,17 +11,17 @@
 // grouped_gemm_hopper.cu as well.
 #include "linear/grouped_few.cuh"
 
-// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= TOKENS, in planes half as many, k a multiple
-// of 8; rows of x are `stride` values apart.
-// Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) * up, n' = n / 2, a multiple of
-// 16; + residual (bias and residual may be null; out may alias the residual, and is float if
-// `wide`). A tile is 16 * TILES rows of the weight, or half as many of gate and of up; block b
-// computes tiles b, b + blocks and so on. WARPS warps share the columns; their sums are added in
-// order. `values` is null unless codes are indices. x is read `phase` columns at a time, a multiple
-// of COLUMNS * WARPS * DEPTH, or all of them, rounded up to PLANE_COLUMNS.
-// Dynamic shared memory: m rows of 2 * phase + 32 bytes, twice WARPS * TOKENS * (16 * TILES + 4)
-// floats, and in planes for each GROUP columns of a phase TOKENS times 8 bytes.
-template <class R, int TOKENS, int TILES, int WARPS, int DEPTH>
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= 8, in planes 4, k a multiple of 8; rows of
+// x are `stride` values apart. Epilogue: + bias; if gated, with a weight of gate | up: silu(gate) *
+// up, n' = n / 2, a multiple of 16; + residual (bias and residual may be null; out may alias the
+// residual, and is float if `wide`). A tile is 16 * TILES rows of the weight, or half as many of
+// gate and of up; block b computes tiles b, b + blocks and so on. WARPS warps share the columns;
+// their sums are added in order. `values` is null unless codes are indices. x is read `phase`
+// columns at a time, a multiple of COLUMNS * WARPS * DEPTH, or all of them, rounded up to
+// PLANE_COLUMNS. Dynamic shared memory: m rows of 2 * phase + 32 bytes, twice WARPS * 8 * (16 *
+// TILES + 4) floats, and in planes 8 floats for each PLANE_COLUMNS and each GROUP columns of a
+// phase.
+template <class R, bool PLANES, int TILES, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(WARPS * 32, 1)
     grouped_gemm(const __nv_bfloat16* x, int stride, const unsigned char* records,
                  const grouped::Table* values, const __nv_bfloat16* bias,
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                  bool gated, bool wide) {
 #if __CUDA_ARCH__ >= 800
     using namespace grouped;
-    constexpr int HEIGHT = TILES * ROWS, PITCH = HEIGHT + 4, SUMS = WARPS * TOKENS * PITCH;
+    constexpr int HEIGHT = TILES * ROWS, PITCH = HEIGHT + 4, SUMS = WARPS * FEW_TOKENS * PITCH;
     extern __shared__ __align__(128) unsigned char memory[];
 
     // Blocks of the next kernel start when all of this one have: it reads its weights meanwhile.
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
             sources[t] = records + R::offset(min(row, last) / ROWS, k) + warp * R::BYTES;
         }
     };
-    Loaded<R> ahead[DEPTH][TILES];
-    const auto load = [&](Loaded<R>(&to)[TILES]) {
+    Loaded<R, PLANES> ahead[DEPTH][TILES];
+    const auto load = [&](Loaded<R, PLANES>(&to)[TILES]) {
         if (position < own && loaded_tile < tiles) {
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;
 
-    const SharedX<R, TOKENS> of_x(memory + 2 * SUMS * sizeof(float), phase);
+    const SharedX<R, PLANES> of_x(memory + 2 * SUMS * sizeof(float), phase);
     const auto load_x = [&](int begin, int end) {
         of_x.template load<WARPS * 32>(x, stride, m, k, begin, end);
         of_x.finish();
@@ -90,53 +90,46 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     const Epilogue epilogue = {bias, residual, out, width, gated, wide};
     float* partial = reinterpret_cast<float*>(memory);
     for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
-        Sums<TOKENS> sums[TILES] = {};
+        float sums[TILES][4] = {};
         for (int begin = 0; begin < k; begin += phase) {
             const int end = min(begin + phase, chunks * COLUMNS);
             if (!is_whole) {
                 if (begin) __syncthreads();  // all warps have read the columns before
                 load_x(begin, end);
             }
-            unsigned rows[TOKENS / 8];
-            of_x.rows(m, warp, rows);
+            unsigned own_x = of_x.row(m, warp);
             const int count = ((end - begin) / COLUMNS - warp + WARPS - 1) / WARPS;
 #pragma unroll 1
             for (int i = 0; i < count; i += DEPTH) {
 #pragma unroll
                 for (int d = 0; d < DEPTH; d++) {
                     if (i + d < count)
-                        of_x.multiply(ahead[d], table, rows, warp + (i + d) * WARPS, sums);
+                        of_x.multiply(ahead[d], table, own_x, warp + (i + d) * WARPS, sums);
                     load(ahead[d]);
-#pragma unroll
-                    for (int j = 0; j < TOKENS / 8; j++)
-                        rows[j] += WARPS * of_x.COLUMN_BYTES * COLUMNS;
+                    own_x += WARPS * of_x.COLUMN_BYTES * COLUMNS;
                 }
             }
         }
 
-        float* const mine = partial + warp * TOKENS * PITCH;
+        float* const mine = partial + warp * FEW_TOKENS * PITCH;
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
-            for (int j = 0; j < TOKENS / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    mine[(8 * j + lane % 4 * 2 + e % 2) * PITCH + t * ROWS + lane / 4 +
-                         e / 2 * 8] = sums[t][j][e];
+            for (int e = 0; e < 4; e++)
+                mine[(lane % 4 * 2 + e % 2) * PITCH + t * ROWS + lane / 4 + e / 2 * 8] = sums[t][e];
         __syncthreads();
         const int first = tile * columns;
         for (int i = threadIdx.x; i < m * columns; i += WARPS * 32) {
             const int row = i / columns, column = i % columns;
             if (first + column >= width) continue;
-            const float* const parts =
-                partial + (row / of_x.ROWS_AT_ONCE * 8 + row % of_x.ROWS_AT_ONCE) * PITCH + column;
+            const float* const parts = partial + row * PITCH + column;
             epilogue.store(row, first + column, epilogue.added(row, first + column), [&](int part) {
                 float sum = 0.0f;
 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
-                    const float* const of_warp = parts + w * TOKENS * PITCH + part * columns;
+                    const float* const of_warp = parts + w * FEW_TOKENS * PITCH + part * columns;
                     sum += of_warp[0];
-                    if (of_x.PLANES) sum += of_warp[PLANE_TOKENS * PITCH];
+                    if (PLANES) sum += of_warp[PLANE_TOKENS * PITCH];
                 }
                 return sum;
             });

@@ -1,5 +1,5 @@
-// A linear layer for some tokens whose weight has 4 or 8 bits a value and scales of groups, while x
-// is bfloat16, with Hopper's wgmma; see grouped_hopper.cuh.
+// A linear layer for some tokens whose weight has 4, 6 or 8 bits a value and scales of groups, while
+// x is bfloat16, with Hopper's wgmma; see grouped_hopper.cuh.
 //
 // A tile is TOKENS tokens by 64 * GROUPS rows of the weight, half of them gate and half up if gated.
 // In a block, a producer warp keeps a ring of stages in shared memory full, and TEAMS teams of GROUPS

@@ -1,55 +1,81 @@
-// Products of integers of 4 bits with x by the tensor cores for integers: a code becomes a byte in
-// half of the instructions that it takes to become bfloat16.
+// Products of integers with x by the tensor cores for integers: a code becomes a byte in half of
+// the instructions that it takes to become bfloat16, or less.
 //
 // x, scaled by its largest of 256 columns, is an integer of 16 bits, in two planes: its upper byte
-// and its lower one. Its error is at most 2^-16 of that largest one. A token's planes are two columns
-// of a product, so 8 columns are 4 tokens. Scales multiply sums of a group, of either plane.
+// and its lower one. Its error is at most 2^-16 of that largest one. A token's planes are two
+// columns of a product, so 8 columns are 4 tokens. Scales multiply sums of a group, of either
+// plane. The number that codes count from, and the minimum, are multiplied with the sum of x over
+// the group, for all groups of a record at once.
 #pragma once
 
 #include "linear/grouped.cuh"
 
 namespace grouped {
 
-// Whether a record's products are such ones. With smaller groups, what multiplies their sums takes
-// longer than it takes to make bfloat16.
-template <class R>
-constexpr bool IN_PLANES = R::CODES == INT4 && R::GROUP == COLUMNS;
-
 constexpr int PLANE_COLUMNS = 256;  // with a scale of x in common
 constexpr int LANE_COLUMNS = 16;    // that a lane converts
 constexpr int PLANE_TOKENS = 4;     // of 8 columns of a product: their upper planes, then the lower
 
-// What x's sums of a group are multiplied with, and what is added then; both contain its scale.
-struct GroupOfX {
-    float factor, added;
-};
-
 constexpr float LARGEST_OF_X = 32512.0f;  // its upper byte is 127
-
-// c [16, 8] += a [16, 32] @ b [32, 8], of bytes without and with a sign.
-__device__ __forceinline__ void mma_bytes(int (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                          unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Integers below 2^22 as floats: added to the bits of MIDDLE they are that float plus themselves.
 constexpr int MIDDLE_BITS = 0x4b400000;
-constexpr float MIDDLE = 12582912.0f;
+constexpr float MIDDLE = 12582912.0f;  // 3 * 2^22
+
+// c [16, 8] = (starts ? MIDDLE_BITS : c) + a @ b, of bytes without and with a sign: a [16, 32], of
+// which a lane has four words, or [16, 16] with two.
+template <int WORDS>
+__device__ __forceinline__ void mma_bytes(int (&c)[4], const unsigned* a, const unsigned* b,
+                                          bool starts) {
+    int from[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) from[e] = starts ? MIDDLE_BITS : c[e];
+    if constexpr (WORDS == 4)
+        asm volatile(
+            "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(from[0]),
+              "r"(from[1]), "r"(from[2]), "r"(from[3]));
+    else
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 "
+            "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b[0]), "r"(from[0]), "r"(from[1]), "r"(from[2]),
+              "r"(from[3]));
+}
+
+// c [16, 8] += a [16, 8] @ b [8, 8], of floats whose last 13 bits are not used.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// x's planes without their bytes, for the 8 columns of a product.
+struct PlanesOfX {
+    // [columns / PLANE_COLUMNS, 8]: of a plane's integers. Their product with MIDDLE is exact.
+    float* factors;
+    // [columns / GROUP, 8]: the sum of x. In the column of the upper plane are the leading bits
+    // that mma_tf32 takes, in that of the lower one the others.
+    float* sums;
+};
 
 // Converts 16 columns of a row, whose values are given as floats. All lanes of a warp call it, each
 // half of which has PLANE_COLUMNS. `to` is the place of the upper plane, `lower` bytes before that
-// of the lower one; `groups` that of the first group of these columns in the column of the upper
-// plane, those of 8 columns of a product behind each other.
+// of the lower one; `planes` are those of the half's first column, in the column of the upper
+// plane.
 //
 // In each 16 columns of a plane lie 2p, 2p + 8, 2p + 1 and 2p + 9 next to each other, for p from 0
 // to 3: the order of a record's codes.
 template <class R>
 __device__ __forceinline__ void convert(const float (&x)[LANE_COLUMNS], unsigned char* to,
-                                        int lower, GroupOfX* groups) {
+                                        int lower, const PlanesOfX& planes) {
+    constexpr int HALF = PLANE_COLUMNS / LANE_COLUMNS, LANES = R::GROUP / LANE_COLUMNS;
     const int lane = threadIdx.x % 32;
     float largest = 0.0f, sum = 0.0f;
 #pragma unroll
@@ -57,16 +83,17 @@ __device__ __forceinline__ void convert(const float (&x)[LANE_COLUMNS], unsigned
         largest = fmaxf(largest, fabsf(x[i]));
         sum += x[i];
     }
-    // fmaxf loses NaN; the sum has it, and infinity as well.
 #pragma unroll
-    for (int mask = 1; mask < PLANE_COLUMNS / LANE_COLUMNS; mask *= 2)
+    for (int mask = 1; mask < HALF; mask *= 2)
         largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, mask));
-    constexpr int LANES = R::GROUP / LANE_COLUMNS;
 #pragma unroll
     for (int mask = 1; mask < LANES; mask *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, mask);
-    const float inverse = largest / LARGEST_OF_X;
+    // fmaxf loses NaN; the sum has it, and infinity as well.
+    const bool broken = __any_sync(FULL_WARP, !(fabsf(sum) < __uint_as_float(0x7f800000u)));
+    const float inverse =
+        __uint_as_float(__float_as_uint(largest * (1.0f / LARGEST_OF_X)) & 0xfffffffcu);
     const float scale = largest > 0.0f ? LARGEST_OF_X / largest : 0.0f;
-    unsigned planes[2][4];
+    unsigned words[2][4];
 #pragma unroll
     for (int p = 0; p < 4; p++) {
         const int order[4] = {2 * p, 2 * p + 8, 2 * p + 1, 2 * p + 9};
@@ -76,96 +103,141 @@ __device__ __forceinline__ void convert(const float (&x)[LANE_COLUMNS], unsigned
             whole[i] = __float2int_rn(x[order[i]] * scale);
             upper[i] = (whole[i] + 128) >> 8;  // the lower byte has a sign as well
         }
-        planes[0][p] = __byte_perm(__byte_perm(upper[0], upper[1], 0x0040),
-                                   __byte_perm(upper[2], upper[3], 0x0040), 0x5410);
-        planes[1][p] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040),
-                                   __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
+        words[0][p] = __byte_perm(__byte_perm(upper[0], upper[1], 0x0040),
+                                  __byte_perm(upper[2], upper[3], 0x0040), 0x5410);
+        words[1][p] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040),
+                                  __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
     }
 #pragma unroll
     for (int plane = 0; plane < 2; plane++)
-        *reinterpret_cast<uint4*>(to + plane * lower) = make_uint4(
-            planes[plane][0], planes[plane][1], planes[plane][2], planes[plane][3]);
+        *reinterpret_cast<uint4*>(to + plane * lower) =
+            make_uint4(words[plane][0], words[plane][1], words[plane][2], words[plane][3]);
     if (lane % LANES == 0) {
-        const bool finite = fabsf(sum) < __uint_as_float(0x7f800000u);
-        const int index = lane % (PLANE_COLUMNS / LANE_COLUMNS) / LANES;
-        groups[index * 8] = {finite ? 256.0f * inverse : __uint_as_float(0x7fffffffu),
-                             -8.0f * sum};
-        groups[index * 8 + PLANE_TOKENS] = {inverse, 0.0f};
+        float* const at = planes.sums + lane % HALF / LANES * 8;
+        const float leading = __uint_as_float(__float_as_uint(sum) & 0xffffe000u);
+        at[0] = leading;
+        at[PLANE_TOKENS] = sum - leading;
+    }
+    if (lane % HALF == 0) {
+        planes.factors[0] = broken ? __uint_as_float(0x7fffffffu) : 256.0f * inverse;
+        planes.factors[PLANE_TOKENS] = inverse;
     }
 }
 
-// A lane's codes of 32 columns as the left operand.
+// The number that is taken from a code, as `bytes_of` has it.
+template <class R>
+constexpr float CODE_MIDDLE = 1 << (R::BITS - 1);
+
+// A lane's codes of 32 columns as the left operand: the rows g and g + 8 of each step.
 template <class R>
 __device__ __forceinline__ void bytes_of(const Codes<R>& codes, unsigned (&to)[4]) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const unsigned word = codes.words[i];
-        to[2 * i] = word & 0x0f0f0f0fu;
-        to[2 * i + 1] = word >> 4 & 0x0f0f0f0fu;
+    for (int i = 0; i < 4; i++) {
+        const int step = i / 2;
+        if constexpr (R::CODES == INT8) {
+            // Bytes 0 and 2, or 1 and 3.
+            to[i] = __byte_perm(codes.words[2 * step], codes.words[2 * step + 1],
+                                i % 2 ? 0x7351 : 0x6240) ^
+                    0x80808080u;
+        } else {
+            to[i] = codes.words[step] >> i % 2 * 4 & 0x0f0f0f0fu;
+            if constexpr (R::CODES == INT6)
+                to[i] = and_or(i < 2 ? codes.words[2] << 4 - 2 * i : codes.words[2] >> 2 * i - 4,
+                               0x30303030u, to[i]);
+        }
     }
 }
 
-// Adds the products of a record of each of TILES tiles to sums of 16 rows by 8 * PARTS columns, in
-// fragments.
-//   words_of(t, group)  the scales of a lane's two rows, and their minimums
-//   x                   addresses of this lane's rows of ldmatrix
-//   groups              of x, of a record's columns, [GROUPS, 8] for each part, `stride` apart
-template <class R, int TILES, int PARTS, class WordsOf>
-__device__ __forceinline__ void multiply_planes(const Codes<R> (&codes)[TILES][4],
-                                                const WordsOf& words_of,
-                                                const unsigned (&x)[PARTS],
-                                                const GroupOfX* groups, int stride,
-                                                float (&sums)[TILES][PARTS][4]) {
-    constexpr int PER_GROUP = R::GROUP / (2 * STEP);  // products of 32 columns
-    int found[TILES][PARTS][4];
-    unsigned b[PARTS][4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int j = 0; i % 2 == 0 && j < PARTS; j++) ptx::load_matrices(b[j], x[j] + 32 * i);
-#pragma unroll
-        for (int t = 0; i % PER_GROUP == 0 && t < TILES; t++)
-#pragma unroll
-            for (int j = 0; j < PARTS; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) found[t][j][e] = MIDDLE_BITS;
+// Two values of bfloat16 of a word.
+struct Pair {
+    float first, second;
+
+    __device__ explicit Pair(unsigned word)
+        : first(__uint_as_float(word << 16)), second(__uint_as_float(word & 0xffff0000u)) {}
+};
+
+// Adds what is multiplied with the sums of x over a record's groups.
+template <class R, int TILES>
+__device__ __forceinline__ void add_middles(const Loaded<R, true> (&loaded)[TILES],
+                                            const PlanesOfX& planes, float (&sums)[TILES][4]) {
+    using L = Loaded<R, true>;
+    const int lane = threadIdx.x % 32, p = lane % 4;
+    if constexpr (!L::SHARES) {
+        const float2 of_x = *reinterpret_cast<const float2*>(planes.sums + 2 * p);
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-            unsigned a[4];
-            bytes_of<R>(codes[t][i], a);
+            const Pair scales(loaded[t].words[0]);
+            const Pair minimums(R::MINIMUMS ? loaded[t].words[R::MINIMUMS ? 1 : 0] : 0);
+            const float upper = fmaf(-CODE_MIDDLE<R>, scales.first, minimums.first);
+            const float lower = fmaf(-CODE_MIDDLE<R>, scales.second, minimums.second);
 #pragma unroll
-            for (int j = 0; j < PARTS; j++)
-                mma_bytes(found[t][j], a, b[j][i % 2 * 2], b[j][i % 2 * 2 + 1]);
+            for (int e = 0; e < 4; e++)
+                sums[t][e] = fmaf(e / 2 ? lower : upper, e % 2 ? of_x.y : of_x.x, sums[t][e]);
         }
-        if (i % PER_GROUP != PER_GROUP - 1) continue;
-        const int group = i / PER_GROUP;
+    } else {
+        // By the tensor cores, two words of each lane at a time: the columns p and p + 4.
+        float of_groups[L::GROUPS];
 #pragma unroll
-        for (int j = 0; j < PARTS; j++) {
-            // Of this lane's two columns.
-            const float4 both = *reinterpret_cast<const float4*>(groups + j * stride + group * 8 +
-                                                                 threadIdx.x % 4 * 2);
-            const GroupOfX of_x[2] = {{both.x, both.y}, {both.z, both.w}};
+        for (int i = 0; i < L::GROUPS; i++)
+            of_groups[i] = planes.sums[(p * L::GROUPS + i) * 8 + lane / 4];
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                const uint2 words = words_of(t, group);
-                const float scales[2] = {__uint_as_float(words.x << 16),
-                                         __uint_as_float(words.x & 0xffff0000u)};
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float sum = __int_as_float(found[t][j][e]) - MIDDLE;
-                    sums[t][j][e] +=
-                        scales[e / 2] * (sum * of_x[e % 2].factor + of_x[e % 2].added);
+            for (int i = 0; i < L::WORDS; i += 2) {
+                float left[4] = {}, right[2] = {};
+#pragma unroll
+                for (int slot = 0; slot < 2 && i + slot < L::WORDS; slot++) {
+                    const int word = i + slot;
+                    const Pair values(loaded[t].words[word]);
+                    left[2 * slot] = values.first, left[2 * slot + 1] = values.second;
+                    const float factor = word % L::PER_GROUP ? 1.0f : -CODE_MIDDLE<R>;
+                    right[slot] = factor * of_groups[word / L::PER_GROUP];
                 }
-                if constexpr (R::MINIMUMS) {
-                    const float minimums[2] = {__uint_as_float(words.y << 16),
-                                               __uint_as_float(words.y & 0xffff0000u)};
+                mma_tf32(sums[t], left, right[0], right[1]);
+            }
+    }
+}
+
+// Adds the products of a record of each of TILES tiles to sums of 16 rows by 8 columns, in
+// fragments.
+//   x       addresses of this lane's rows of ldmatrix
+//   planes  of x, of this record's columns
+template <class R, int TILES>
+__device__ __forceinline__ void multiply_planes(const Loaded<R, true> (&loaded)[TILES], unsigned x,
+                                                const PlanesOfX& planes, float (&sums)[TILES][4]) {
+    static_assert(R::CODES == INT4 || R::CODES == INT6 || R::CODES == INT8, "integers");
+    constexpr int WORDS = R::GROUP == STEP ? 2 : 4;           // of the left operand
+    constexpr int PER_GROUP = R::GROUP * 2 / (STEP * WORDS);  // products
+    const int p = threadIdx.x % 4;
+    Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
 #pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        sums[t][j][e] += minimums[e / 2] * (-0.125f * of_x[e % 2].added);
-                }
+    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
+    const float2 both = *reinterpret_cast<const float2*>(planes.factors + 2 * p);
+    const float factors[2] = {both.x, both.y};  // of this lane's two columns
+    int found[TILES][4];
+    unsigned a[TILES][4], b[4];
+#pragma unroll
+    for (int word = 0; word < COLUMNS * 2 / STEP; word += WORDS) {
+        if (word % 8 == 0) ptx::load_matrices(b, x + 8 * word);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            if (word % 4 == 0) bytes_of<R>(codes[t][word / 4], a[t]);
+            mma_bytes<WORDS>(found[t], a[t] + word % 4, b + word / 2 % 4,
+                             word / WORDS % PER_GROUP == 0);
+        }
+        if (word / WORDS % PER_GROUP != PER_GROUP - 1) continue;
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            const Pair scales(loaded[t].scales_of(word / WORDS / PER_GROUP));
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float factor = factors[e % 2];
+                const float sum = fmaf(__int_as_float(found[t][e]), factor, -MIDDLE * factor);
+                sums[t][e] = fmaf(e / 2 ? scales.second : scales.first, sum, sums[t][e]);
             }
         }
     }
+    add_middles<R, TILES>(loaded, planes, sums);
 }
 
 }  // namespace grouped

@@ -8,22 +8,22 @@
 
 namespace grouped {
 
-constexpr int FEW_TOKENS = 8;  // columns of a product
 constexpr int SHARERS = 4;     // lanes that add the warps' sums of an output,
 constexpr int SHARED_TOKENS =
     4;  // of up to so many tokens: those of more keep lanes busy by themselves
 
 }  // namespace grouped
 
-// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= 8, in planes half as many, k a multiple of
-// 8; rows of x are `stride` values apart. See grouped_gemm for the epilogue, `gated` and `values`.
-// Only the first *num_tokens of the m tokens are computed, at least one; all if it is null. It is
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), m <= 8, in planes 4, k a multiple of 8; rows of
+// x are `stride` values apart. See grouped_gemm for the epilogue, `gated` and `values`. Only the
+// first *num_tokens of the m tokens are computed, at least one; all if it is null. It is
 // history_ready.
 // A tile is 16 rows of the weight, or as many of gate and then of up; block b computes tiles b,
 // b + blocks and so on. A warp loads DEPTH records ahead. Dynamic shared memory: m rows of 2 * k +
-// 32 bytes, k rounded up to PLANE_COLUMNS; in planes for each GROUP columns 64 bytes; and for each
-// tile of a block, or half of one if gated, warp and token 20 floats, in planes twice.
-template <class R, int WARPS, int DEPTH>
+// 32 bytes, k rounded up to PLANE_COLUMNS; in planes 8 floats for each PLANE_COLUMNS and each GROUP
+// columns; and for each tile of a block, or half of one if gated, warp and token 20 floats, in
+// planes twice.
+template <class R, bool PLANES, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(WARPS * 32, 1)
     grouped_stream(const __nv_bfloat16* x, int stride, const unsigned char* records,
                    const grouped::Table* values, const __nv_bfloat16* bias,
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 #if __CUDA_ARCH__ >= 800
     using namespace grouped;
     constexpr int PITCH = ROWS + 4;
-    constexpr int PARTS = IN_PLANES<R> ? 2 : 1;  // sums of a token
+    constexpr int PARTS = PLANES ? 2 : 1;  // sums of a token
     extern __shared__ __align__(128) unsigned char memory[];
 
     // Blocks of the next kernel start when all of this one have: it reads its weights meanwhile.
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
         const int row = tile * ROWS + (gated && next_half % 2 ? width : 0);
         source = records + R::offset(row / ROWS, k) + next_chunk * R::BYTES;
     };
-    Loaded<R> ahead[DEPTH][1];
-    const auto load = [&](Loaded<R>& to) {
+    Loaded<R, PLANES> ahead[DEPTH][1];
+    const auto load = [&](Loaded<R, PLANES>& to) {
         if (next >= end) return;
         next += WARPS;
         next_chunk += WARPS;
@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;
 
-    const SharedX<R, FEW_TOKENS> of_x(memory,
-                                      (k + PLANE_COLUMNS - 1) / PLANE_COLUMNS * PLANE_COLUMNS);
+    const SharedX<R, PLANES> of_x(memory, (k + PLANE_COLUMNS - 1) / PLANE_COLUMNS * PLANE_COLUMNS);
     // [tiles * halves, WARPS, m, PARTS, PITCH]
     float* const partial = reinterpret_cast<float*>(of_x.memory + m * of_x.row_bytes());
     const int warp_sums = m * PARTS * PITCH;
@@ -100,40 +99,38 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     of_x.finish();
 
-    // Where this lane's sums of tokens lane % 4 * 2 and the next go.
-    const int token = PARTS == 2 ? lane % 2 * 2 : lane % 4 * 2;
+    // Where this lane's sums of its first token go; it has the next one as well.
+    const int token = PLANES ? lane % 2 * 2 : lane % 4 * 2;
     float* mine = partial + warp * warp_sums +
-                  (token * PARTS + (PARTS == 2 ? lane / 2 % 2 : 0)) * PITCH + lane / 4;
+                  (token * PARTS + (PLANES ? lane / 2 % 2 : 0)) * PITCH + lane / 4;
     int chunk = warp;
     while (chunk >= chunks) {
         chunk -= chunks;
         mine += WARPS * warp_sums;
     }
-    unsigned rows[1];
-    of_x.rows(count, chunk, rows);
-    Sums<FEW_TOKENS> sums[1] = {};
+    unsigned own_x = of_x.row(count, chunk);
+    float sums[1][4] = {};
 #pragma unroll 1
     for (int i = warp; i < end; i += DEPTH * WARPS) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (i + d * WARPS >= end) break;
-            of_x.multiply(ahead[d], table, rows, chunk, sums);
+            of_x.multiply(ahead[d], table, own_x, chunk, sums);
             load(ahead[d][0]);
-            rows[0] += WARPS * of_x.COLUMN_BYTES * COLUMNS;
+            own_x += WARPS * of_x.COLUMN_BYTES * COLUMNS;
             chunk += WARPS;
             if (chunk < chunks) continue;
             // This was the warp's last record of a tile, or of its half.
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                if (token + e % 2 < count)
-                    mine[e % 2 * (PARTS * PITCH) + e / 2 * 8] = sums[0][0][e];
-                sums[0][0][e] = 0.0f;
+                if (token + e % 2 < count) mine[e % 2 * (PARTS * PITCH) + e / 2 * 8] = sums[0][e];
+                sums[0][e] = 0.0f;
             }
             while (chunk >= chunks) {
                 chunk -= chunks;
                 mine += WARPS * warp_sums;
             }
-            of_x.rows(count, chunk, rows);
+            own_x = of_x.row(count, chunk);
         }
     }
     __syncthreads();

@@ -1,4 +1,4 @@
-"""Linear layers whose weight has 4 or 8 bits a value and scales of groups, on any GPU; x has 16.
+"""Linear layers whose weight has 4, 6 or 8 bits a value and scales of groups, on any GPU; x has 16.
 
 Shapes: m tokens, k inputs, n rows of the weight. For few tokens kernels stream the weight once;
 `grouped_gemm` multiplies more of them on Hopper, and `dequantize` writes the weight in 16 bits for
@@ -31,12 +31,16 @@ MAX_TOKENS = 8
 # Of a block. They share x in shared memory and the columns of a tile.
 _WARPS = 16
 _THREADS = 32 * _WARPS
+_DEPTH = 2  # records of each tile that a warp loads ahead
+
+_COLUMNS = 8  # of a product: tokens, or their planes
 
 _DEQUANTIZING_WARPS = 8
 _DEQUANTIZED_PITCH = 2 * RECORD_COLUMNS + 16
 
 # As in grouped_planes.cuh.
 _PLANE_COLUMNS = 256
+_PLANE_TOKENS = 4
 
 # Of x in shared memory, so that several blocks fit on a multiprocessor.
 _MAX_X_BYTES = 72 * 1024
@@ -51,34 +55,37 @@ def _x_pitch(columns: int) -> int:
     return 2 * columns + 32
 
 
+def _planes_bytes(columns: int, kind: GroupedKind) -> int:
+    """Of x in shared memory, in planes: their scales, and sums of groups."""
+    return 4 * _COLUMNS * (columns // _PLANE_COLUMNS + columns // kind.group)
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What a block computes, and how.
 
     Attributes:
-        tokens: of x, padding included; in planes each counts twice.
+        in_planes: whether a token is two columns of a product (grouped_planes.cuh).
         tiles: of RECORD_ROWS rows of the weight; half of them gate and half up if gated.
-        depth: records of each tile that a warp loads ahead.
     """
 
-    tokens: int
+    in_planes: bool
     tiles: int
-    depth: int = 2
 
     def phase(self, m: int, k: int) -> int:
         """Columns of x that are in shared memory at once."""
         whole = _whole_planes(k)
         if m * _x_pitch(whole) <= _MAX_X_BYTES:
             return whole
-        unit = RECORD_COLUMNS * _WARPS * self.depth
+        unit = RECORD_COLUMNS * _WARPS * _DEPTH
         return max(_MAX_X_BYTES // (2 * m) // unit, 1) * unit
 
     def shared_bytes(self, m: int, k: int, kind: GroupedKind) -> int:
         """Dynamic shared memory of a block for m tokens."""
         phase = self.phase(m, k)
-        sums = 4 * _WARPS * self.tokens * (self.tiles * RECORD_ROWS + 4)
-        groups = phase // kind.group * self.tokens * 8 if kind.in_planes else 0
-        return 2 * sums + m * _x_pitch(phase) + groups
+        sums = 4 * _WARPS * _COLUMNS * (self.tiles * RECORD_ROWS + 4)
+        planes = _planes_bytes(phase, kind) if self.in_planes else 0
+        return 2 * sums + m * _x_pitch(phase) + planes
 
     def blocks(self, n: int, num_multiprocessors: int) -> int:
         """To launch for a weight with n rows."""
@@ -86,42 +93,37 @@ class Tile:
         return min(tiles, num_multiprocessors)
 
 
-# Tiles that the kernel is compiled for.
-_FEW_TOKENS = Tile(8, 1)
-_GATED = Tile(8, 2)
-# Of kinds in planes alone.
-_MORE_TOKENS = Tile(16, 1)
-_MORE_GATED = Tile(16, 2, depth=1)
-_TILES = (_FEW_TOKENS, _GATED)
-_PLANE_TILES = (*_TILES, _MORE_TOKENS, _MORE_GATED)
+def tiles_of(kind: GroupedKind) -> tuple[Tile, ...]:
+    """Those that the kernel is compiled for."""
+    ways = (False, True) if kind.is_integer else (False,)
+    return tuple(Tile(in_planes, tiles) for in_planes in ways for tiles in (1, 2))
+
 
 _MANY_COLUMNS = 8192
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, k: int, gated: bool, in_planes: bool = False) -> Tile:
+def plan(m: int, k: int, gated: bool, is_integer: bool) -> Tile:
     """The tile of a product; chosen by measurements on an H200 (benchmarks/notes.md).
 
     Args:
         m: tokens, up to MAX_TOKENS.
         k: columns of the weight.
         gated: whether the weight is gate | up.
-        in_planes: whether a token is two columns of a product.
+        is_integer: whether its codes are.
     """
-    one, two = _FEW_TOKENS, _GATED
-    if in_planes and 2 * m > two.tokens:
-        one, two = _MORE_TOKENS, _MORE_GATED
+    # More tokens would be two products in planes, which take longer than one that is not.
+    one, two = (Tile(is_integer and m <= _PLANE_TOKENS, tiles) for tiles in (1, 2))
     # With two tiles, x is read half as often, which counts if it does not stay in shared memory.
     return two if gated or k >= _MANY_COLUMNS or one.phase(m, k) < k else one
 
 
 MAX_STREAMED_TOKENS = 2
 """Of any weight. Of one whose tiles are no more than the multiprocessors, and whose product is thus
-bound by latencies, as many as a product of the tensor cores has columns for."""
+bound by latencies, up to MAX_TOKENS, none of them in planes: those take longer to be made."""
 MAX_STREAM_BYTES = 96 * 1024
 """Of shared memory: what every GPU has. A product that needs more has a tile of `plan`."""
 
-_STREAM_COLUMNS = 8
 _STREAM_STEM = "grouped_stream"
 _STREAM_DEPTH = 4  # records that a warp loads ahead; more gained nothing
 
@@ -130,10 +132,12 @@ class Stream(NamedTuple):
     """A launch of the kernel whose blocks share the tiles evenly.
 
     Attributes:
+        in_planes: see `Tile`.
         blocks: to launch.
         shared_bytes: of dynamic shared memory.
     """
 
+    in_planes: bool
     blocks: int
     shared_bytes: int
 
@@ -145,13 +149,16 @@ def stream(
     halves = 2 if gated else 1
     tiles = -(-n // (halves * RECORD_ROWS))
     blocks = min(tiles, num_multiprocessors)
+    is_small = blocks == tiles
+    in_planes = kind.is_integer and not is_small
     columns = _whole_planes(k)
-    parts, groups = (2, columns // kind.group) if kind.in_planes else (1, 0)
+    parts = 2 if in_planes else 1
     sums = -(-tiles // blocks) * halves * _WARPS * m * parts * (RECORD_ROWS + 4)
-    shared_bytes = m * _x_pitch(columns) + 64 * groups + 4 * sums
-    most = MAX_STREAMED_TOKENS if blocks < tiles else _STREAM_COLUMNS // parts
-    fits = m <= most and shared_bytes <= MAX_STREAM_BYTES
-    return Stream(blocks, shared_bytes) if fits else None
+    planes = _planes_bytes(columns, kind) if in_planes else 0
+    shared_bytes = m * _x_pitch(columns) + planes + 4 * sums
+    fits = m <= (MAX_TOKENS if is_small else MAX_STREAMED_TOKENS)
+    fits = fits and shared_bytes <= MAX_STREAM_BYTES
+    return Stream(in_planes, blocks, shared_bytes) if fits else None
 
 
 def linear(
@@ -233,9 +240,9 @@ def _launch_of(m: int, n: int, k: int, kind: GroupedKind, gated: bool) -> _Launc
     multiprocessors = num_multiprocessors()
     streamed = stream(m, n, k, kind, gated, multiprocessors)
     if streamed is not None:
-        blocks, shared_bytes = streamed
-        return _Launch(_STREAM_STEM, _stream_name(kind), blocks, k, shared_bytes)
-    tile = plan(m, k, gated, kind.in_planes)
+        in_planes, blocks, shared_bytes = streamed
+        return _Launch(_STREAM_STEM, _stream_name(kind, in_planes), blocks, k, shared_bytes)
+    tile = plan(m, k, gated, kind.is_integer)
     return _Launch(
         "grouped_gemm",
         _name(kind, tile),
@@ -277,25 +284,24 @@ def dequantize(weight: GroupedRows, *, out: Tensor) -> None:
 
 
 def _name(kind: GroupedKind, tile: Tile) -> str:
-    return f"grouped_gemm<{kind.name}, {tile.tokens}, {tile.tiles}, {_WARPS}, {tile.depth}>"
+    way = str(tile.in_planes).lower()
+    return f"grouped_gemm<{kind.name}, {way}, {tile.tiles}, {_WARPS}, {_DEPTH}>"
 
 
-def _stream_name(kind: GroupedKind) -> str:
-    return f"{_STREAM_STEM}<{kind.name}, {_WARPS}, {_STREAM_DEPTH}>"
+def _stream_name(kind: GroupedKind, in_planes: bool) -> str:
+    return f"{_STREAM_STEM}<{kind.name}, {str(in_planes).lower()}, {_WARPS}, {_STREAM_DEPTH}>"
 
 
 def _dequantizing_name(kind: GroupedKind) -> str:
     return f"grouped_dequantize<{kind.name}>"
 
 
-def _tiles(kind: GroupedKind) -> tuple[Tile, ...]:
-    return _PLANE_TILES if kind.in_planes else _TILES
-
-
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     found: list[Instantiation] = []
     for kind in KINDS:
-        names = *(_name(kind, tile) for tile in _tiles(kind)), _dequantizing_name(kind)
-        found += [("grouped_gemm", names, ()), (_STREAM_STEM, (_stream_name(kind),), ())]
+        names = *(_name(kind, tile) for tile in tiles_of(kind)), _dequantizing_name(kind)
+        ways = sorted({tile.in_planes for tile in tiles_of(kind)})
+        streams = tuple(_stream_name(kind, in_planes) for in_planes in ways)
+        found += [("grouped_gemm", names, ()), (_STREAM_STEM, streams, ())]
     return found

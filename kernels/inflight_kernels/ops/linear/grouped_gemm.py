@@ -1,4 +1,4 @@
-"""Linear layers for some tokens whose weight has 4 or 8 bits a value and scales of groups, on
+"""Linear layers for some tokens whose weight has 4, 6 or 8 bits a value and scales of groups, on
 Hopper GPUs; x has 16. Shapes: m tokens, k inputs, n rows of the weight.
 
 Each sum is accumulated in a fixed order: results are bitwise reproducible.

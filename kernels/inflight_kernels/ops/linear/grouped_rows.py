@@ -22,9 +22,11 @@ _STEP = 16
 _GROUPS = (128, 32, 16)
 """Columns with a scale in common, as kernels are compiled for them; others are cut."""
 
-INT4, E2M1, TABLE, INT8 = range(4)
+INT4, E2M1, TABLE, INT8, INT6 = range(5)
 """Codes, as in grouped.cuh: integers of 4 bits, floats of 4 bits (OCP Microscaling Formats, 5.3.3),
-indices of 16 values, integers of 8 bits."""
+indices of 16 values, integers of 8 and of 6 bits."""
+
+_BITS = {INT4: 4, E2M1: 4, TABLE: 4, INT8: 8, INT6: 6}
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; those of 8 to 15 are negative."""
@@ -39,7 +41,7 @@ class GroupedKind:
     """What a kernel is compiled for.
 
     Attributes:
-        codes: INT4, E2M1, TABLE or INT8.
+        codes: INT4, E2M1, TABLE, INT8 or INT6.
         group: columns with a scale in common.
         minimums: whether groups have a minimum as well.
     """
@@ -54,9 +56,15 @@ class GroupedKind:
         return f"grouped::Records<{self.codes}, {self.group}, {str(self.minimums).lower()}>"
 
     @property
-    def in_planes(self) -> bool:
-        """Whether few tokens are multiplied in planes (grouped_planes.cuh)."""
-        return self.codes == INT4 and self.group == RECORD_COLUMNS
+    def bits(self) -> int:
+        """Of a code."""
+        return _BITS[self.codes]
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers, which few tokens may be multiplied with as such
+        (grouped_planes.cuh)."""
+        return self.codes in (INT4, INT6, INT8)
 
     @property
     def record_bytes(self) -> int:
@@ -65,17 +73,14 @@ class GroupedKind:
     @property
     def code_bytes(self) -> int:
         """Of a record's codes, which precede its scales."""
-        return RECORD_ROWS * RECORD_COLUMNS // (1 if self.codes == INT8 else 2)
+        return RECORD_ROWS * RECORD_COLUMNS * self.bits // 8
 
 
-KINDS = (
-    *(
-        GroupedKind(codes, group, minimums)
-        for codes in (INT4, INT8)
-        for group in _GROUPS
-        for minimums in (False, True)
-    ),
-    *(GroupedKind(codes, group, False) for codes in (E2M1, TABLE) for group in _GROUPS[1:]),
+KINDS = tuple(
+    GroupedKind(codes, group, minimums)
+    for codes in _BITS
+    for group in (_GROUPS if codes in (INT4, INT8) else _GROUPS[1:])
+    for minimums in ((False,) if codes in (E2M1, TABLE) else (False, True))
 )
 """All that kernels are compiled for."""
 
@@ -151,19 +156,21 @@ def pack(
 
     Args:
         codes: [n, k] uint8, on the device on which it is packed.
-        bits: of a code: those of at most 4 are kept in 4 bits, others in 8.
+        bits: of a code: those of at most 4 are kept in 4 bits, of 5 and 6 in 6, others in 8.
         scales: [n, k / group] float32.
         minimums: as scales; None for 0.
         zero: subtracted from a code's level.
         levels: [16] float32, the values of codes of 4 bits; None if a code is its own value.
     """
     (n, k), group = codes.shape, codes.shape[1] // scales.shape[1]
-    which, table, factor = INT4 if bits <= 4 else INT8, None, 1.0
-    middle = 1 << max(bits, 4) - 1
+    which = next(kept for kept in (INT4, INT6, INT8) if bits <= _BITS[kept])
+    table, factor, middle = None, 1.0, 1 << max(bits, 4) - 1
     if levels is not None:
         which, table, factor = _table(levels, zero, scales)
         zero = middle
     kept = _kept_group(group) or RECORD_COLUMNS  # the latter for a group of all columns
+    if which == INT6:
+        kept = min(kept, _GROUPS[1])
     kind = GroupedKind(which, kept, minimums is not None or zero != middle)
     if codes.is_meta:  # torch would import its compiler to compute there, which takes seconds
         size = (*_num_records(n, k), kind.record_bytes)
@@ -171,6 +178,8 @@ def pack(
         return GroupedRows(records, kind, n, k, table)
     if which == INT8:
         codes = codes - middle  # modulo 256: as signed bytes
+    elif which == INT6:
+        codes = codes + ((1 << _BITS[INT6] - 1) - middle)
     if zero != middle:  # numbers are distances from the middle
         moved = (middle - zero) * scales
         minimums = moved if minimums is None else minimums + moved
@@ -197,8 +206,8 @@ def dequantized(matrix: GroupedRows) -> Tensor:
 def _values(codes: Tensor, matrix: GroupedRows) -> Tensor:
     """[n, k] float32 of codes without scales, as kernels decode them."""
     which = matrix.kind.codes
-    if which == INT4:
-        return codes.float() - 8
+    if which in (INT4, INT6):
+        return codes.float() - (1 << _BITS[which] - 1)
     if which == INT8:
         return codes.view(torch.int8).float()
     if which == TABLE:
@@ -258,6 +267,9 @@ def _packed_codes(codes: Tensor, which: int) -> Tensor:
     """[tiles, chunks, bytes]."""
     fragments = _in_fragments(_padded(codes, RECORD_ROWS, RECORD_COLUMNS))
     tiles, chunks, steps = fragments.shape[:3]
+    if which == INT6:
+        parts = [_packed_nibbles(fragments & 15), _packed_upper_bits(fragments >> 4)]
+        return torch.cat(parts, 2)
     if which == INT8:
         # Bytes 0 and 2 of a word are a pair, and 1 and 3.
         words = fragments.view(tiles, chunks, steps, 32, 2, 2, 2).transpose(5, 6)
@@ -267,11 +279,49 @@ def _packed_codes(codes: Tensor, which: int) -> Tensor:
         halves = _spread_e2m1(fragments)  # [.., which of a pair, bytes]
         by_lane = halves.reshape(tiles, chunks, steps // 4, 4, 32, 4).transpose(3, 4)
         return by_lane.reshape(tiles, chunks, -1)
+    return _packed_nibbles(fragments)
+
+
+def _packed_nibbles(fragments: Tensor) -> Tensor:
+    tiles, chunks, steps = fragments.shape[:3]
     # Pair i is the nibbles i and i + 4 of a word.
     first = fragments[..., 0::2, :] | fragments[..., 1::2, :] << 4  # bytes of two pairs
     words = first.transpose(4, 5)  # [.., which of a pair, bytes]
     by_lane = words.reshape(tiles, chunks, steps // 4, 4, 32, 4).transpose(3, 4)
     return by_lane.reshape(tiles, chunks, -1)
+
+
+def _unpacked_nibbles(packed: Tensor) -> Tensor:
+    """The inverse of `_packed_nibbles`."""
+    tiles, chunks, _ = packed.shape
+    steps = RECORD_COLUMNS // _STEP
+    by_lane = packed.view(tiles, chunks, steps // 4, 32, 4, 4).transpose(3, 4)
+    first = by_lane.reshape(tiles, chunks, steps, 32, 2, 2).transpose(4, 5)
+    return torch.stack([first & 15, first >> 4], 5).flatten(4, 5)
+
+
+def _packed_upper_bits(fragments: Tensor) -> Tensor:
+    """Two bits of each code: a lane's word of two steps, as grouped.cuh says."""
+    tiles, chunks, steps = fragments.shape[:3]
+    # [.., pair of steps, step, lane, half of columns, half of rows, which of a pair]
+    split = fragments.view(tiles, chunks, steps // 2, 2, 32, 2, 2, 2)
+    total = torch.zeros_like(split[:, :, :, 0, :, :, 0])
+    for step in range(2):
+        for half in range(2):
+            total |= split[:, :, :, step, :, :, half] << 4 * step + 2 * half
+    # [.., pair of steps, lane, bytes] -> by lane
+    return total.transpose(4, 5).flatten(4).transpose(2, 3).reshape(tiles, chunks, -1)
+
+
+def _unpacked_upper_bits(packed: Tensor) -> Tensor:
+    """The inverse of `_packed_upper_bits`."""
+    tiles, chunks, _ = packed.shape
+    pairs = RECORD_COLUMNS // (2 * _STEP)
+    total = packed.view(tiles, chunks, 32, pairs, 2, 2).transpose(2, 3).transpose(4, 5)
+    rows = [
+        torch.stack([total >> 4 * step + 2 * half & 3 for half in (0, 1)], 5) for step in (0, 1)
+    ]
+    return torch.stack(rows, 3).reshape(tiles, chunks, 2 * pairs, 32, 4, 2)
 
 
 def _spread_e2m1(fragments: Tensor) -> Tensor:
@@ -302,12 +352,15 @@ def _unpacked_codes(packed: Tensor, which: int) -> Tensor:
         by_lane = packed.view(tiles, chunks, steps // 2, 32, 2, 8).transpose(3, 4)
         words = by_lane.reshape(tiles, chunks, steps, 32, 2, 2, 2).transpose(5, 6)
         return _from_fragments(words.reshape(tiles, chunks, steps, 32, 4, 2))
-    by_lane = packed.view(tiles, chunks, steps // 4, 32, 4, 4).transpose(3, 4)
-    words = by_lane.reshape(tiles, chunks, steps, 32, 2, 2)  # which of a pair, bytes
     if which == E2M1:
+        by_lane = packed.view(tiles, chunks, steps // 4, 32, 4, 4).transpose(3, 4)
+        words = by_lane.reshape(tiles, chunks, steps, 32, 2, 2)  # which of a pair, bytes
         return _from_fragments(_gathered_e2m1(words))
-    first = words.transpose(4, 5)
-    return _from_fragments(torch.stack([first & 15, first >> 4], 5).flatten(4, 5))
+    size = RECORD_ROWS * RECORD_COLUMNS // 2
+    codes = _unpacked_nibbles(packed[:, :, :size].contiguous())
+    if which == INT6:
+        codes = codes | _unpacked_upper_bits(packed[:, :, size:].contiguous()) << 4
+    return _from_fragments(codes)
 
 
 def _packed_scales(scales: Tensor, minimums: Tensor | None, k: int, group: int) -> Tensor:

@@ -21,6 +21,7 @@ _MAX_TOP_K = 32
 _WARPS = 8
 THREADS = 32 * _WARPS
 _STAGE_BYTES = 4096
+_LEAST_RECORD_BYTES = _STAGE_BYTES * 3 // 8
 CHOICE_BYTES = 4 * (1 + _MAX_PAIRS + MAX_TOKENS * _MAX_TOP_K) + _MAX_PAIRS * MAX_TOKENS
 _SCRATCH_BYTES = 4 * (MAX_TOKENS * _MAX_TOP_K + MAX_EXPERTS)
 _PARTIAL_BYTES = 4 * 2304
@@ -35,7 +36,7 @@ _GATE_UP_TEAMS, _DOWN_TEAMS = (8, 4, 2, 1), (1, 2, 4, 8)
 _SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 
 # Stages of a block of gate and up, and of one of down, whose weights are read during the other one:
-# so many times as many as have _STAGE_BYTES.
+# so many times `_stages_at_least`.
 _STAGES_TOGETHER = ((2, 4), (2, 3), (2, 2))
 _STAGES_ALONE = (4, 3, 2)
 
@@ -178,9 +179,11 @@ class Sizes:
 
     @property
     def _stages_at_least(self) -> int:
-        """Of a ring, half of the fewest: those of a block that has a multiprocessor to itself have
-        _STAGE_BYTES."""
-        return -(-_STAGE_BYTES // self._blocks // self._stage_bytes)
+        """Of a ring, half of the fewest. Records of both blocks of a multiprocessor have three
+        quarters of the bytes of values: with as many, those of 6 bits would leave no room."""
+        if self.grouped is None:
+            return 1
+        return -(-_LEAST_RECORD_BYTES // self._stage_bytes)
 
     @property
     def _down_rows(self) -> int:

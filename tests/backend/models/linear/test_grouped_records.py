@@ -46,7 +46,7 @@ def as_q6_k(rows: int, seed: int) -> GroupedMatrix:
 FORMS = {
     "4 bits with zeros": (drawn(40, zero=8), GroupedKind(grouped_rows.INT4, 32, False)),
     "4 bits with minimums": (as_q4_k(40, 1), GroupedKind(grouped_rows.INT4, 32, True)),
-    "6 bits": (as_q6_k(40, 2), GroupedKind(grouped_rows.INT8, 16, False)),
+    "6 bits": (as_q6_k(40, 2), GroupedKind(grouped_rows.INT6, 16, False)),
     "8 bits": (drawn(40, bits=8, group=128, zero=128), GroupedKind(grouped_rows.INT8, 128, False)),
     "groups of 64": (drawn(40, group=64, zero=8), GroupedKind(grouped_rows.INT4, 32, False)),
     "MXFP4": (drawn(40, levels=E2M1), GroupedKind(grouped_rows.E2M1, 32, False)),
@@ -71,7 +71,7 @@ def test_records_have_the_values_of_a_matrix(form: str) -> None:
 def test_matrices_of_two_kinds_are_joined_in_one() -> None:
     parts = [as_q4_k(32, 1), as_q6_k(16, 2)]
     found = joined_records(parts, CPU)
-    assert found is not None and found.kind == GroupedKind(grouped_rows.INT8, 16, True)
+    assert found is not None and found.kind == GroupedKind(grouped_rows.INT6, 16, True)
     exact = torch.cat([part.dequantized() for part in parts])
     assert torch.equal(dequantized(found), exact.bfloat16())
 

@@ -130,7 +130,8 @@ def test_the_setting_rounds_all_linear_layers(tmp_path: Path) -> None:
         (4, 128, True, 4096, 4.25),
         (4, 64, False, 4096, 4.5),  # as two groups of 32
         (4, 32, False, 2880, 4.5 * 2944 / 2880),
-        (6, 16, False, 256, 9.0),
+        (6, 16, False, 256, 7.0),
+        (5, 64, True, 256, 7.0),
         (8, 4096, False, 4096, 8.125),
         (4, 200, False, 200, 4.125 * 256 / 200),  # one group, in two records
     ],

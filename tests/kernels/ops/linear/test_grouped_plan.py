@@ -110,13 +110,13 @@ def test_a_stream_has_room_for_x_and_the_sums_of_all_tiles(kind: GroupedKind, pa
 def test_few_tokens_are_streamed_where_each_block_has_a_tile(
     kind: GroupedKind, gated: bool
 ) -> None:
-    """As many as a product has columns for, by a kernel that gives each token its result alone."""
-    most = 4 if kind.in_planes else 8
+    """By a kernel that gives each token its result alone: in planes there would be fewer."""
     for width in (16, 576, 2112, 2113, 4096):  # of out; 132 tiles and more
-        n = 2 * width if gated else width
+        n, is_small = 2 * width if gated else width, width <= 2112
         for m in range(1, MAX_TOKENS + 1):
             found = grouped.stream(m, n, 576, kind, gated, 132)
-            assert (found is not None) == (m <= (most if width <= 2112 else MAX_STREAMED_TOKENS))
+            assert (found is not None) == (is_small or m <= MAX_STREAMED_TOKENS)
+            assert found is None or found.in_planes == (kind.is_integer and not is_small)
 
 
 # ---------------------------------------------------------------- few tokens
@@ -126,7 +126,7 @@ class FewTokens(NamedTuple):
     """A launch for few tokens: what the kernel is compiled for, and some of its operands."""
 
     name: str
-    tokens: int
+    in_planes: bool
     tiles: int
     warps: int
     depth: int
@@ -148,8 +148,10 @@ def launch_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchOf]:
     def kernel(stem: str, name: str) -> Callable[..., None]:
         def launch(blocks: int, threads: int, *operands: Any, shared: int, **how: bool) -> None:
             *_, phase, _, _ = operands
-            tokens, tiles, warps, depth = map(int, name.rstrip(">").rsplit(", ", 4)[1:])
-            found.append(FewTokens(name, tokens, tiles, warps, depth, threads, phase, shared))
+            way, *sizes = name.rstrip(">").rsplit(", ", 4)[1:]
+            tiles, warps, depth = map(int, sizes)
+            planes = way == "true"
+            found.append(FewTokens(name, planes, tiles, warps, depth, threads, phase, shared))
 
         return launch
 
@@ -184,10 +186,11 @@ def test_products_of_few_tokens_have_kernels_that_fit_on_a_multiprocessor(
 def test_a_tile_has_place_for_all_tokens_and_both_halves_of_a_gated_weight(
     launch_of: LaunchOf, kind: GroupedKind, gated: bool
 ) -> None:
+    """In planes a token has two of the 8 columns of a product."""
     for m in SEVERAL:
         for k in WIDTHS:
             found = launch_of(m, k, kind, gated)
-            assert m <= found.tokens and found.tokens % 8 == 0
+            assert found.in_planes == (kind.is_integer and m <= 4)
             assert not gated or found.tiles % 2 == 0
 
 
@@ -212,7 +215,7 @@ def test_x_that_fits_is_read_once(launch_of: LaunchOf) -> None:
 
 @pytest.mark.parametrize("num_multiprocessors", GPUS)
 def test_no_block_of_few_tokens_is_without_rows(num_multiprocessors: int) -> None:
-    for tile in grouped._TILES:
+    for tile in grouped.tiles_of(KINDS[0]):
         for n in (8, 16, 40, 4096, 128256):
             blocks = tile.blocks(n, num_multiprocessors)
             assert blocks >= 1
@@ -221,7 +224,9 @@ def test_no_block_of_few_tokens_is_without_rows(num_multiprocessors: int) -> Non
 
 def test_planes_have_as_many_columns_as_in_the_kernel() -> None:
     source = (CSRC / "grouped_planes.cuh").read_text()
-    assert re.search(rf"\bPLANE_COLUMNS = {grouped._PLANE_COLUMNS}\b", source)
+    for name in ("PLANE_COLUMNS", "PLANE_TOKENS"):
+        assert re.search(rf"\b{name} = {getattr(grouped, f'_{name}')}\b", source)
+    assert f"FEW_TOKENS = {grouped._COLUMNS};" in (CSRC / "grouped_few.cuh").read_text()
 
 
 # ---------------------------------------------------------------- some tokens

@@ -16,6 +16,7 @@ from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
     E2M1_VALUES,
     INT4,
+    INT6,
     INT8,
     KINDS,
     RECORD_COLUMNS,
@@ -39,8 +40,8 @@ NF4_LEVELS = torch.tensor(
         *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0),
     ]
 )
-BITS = {INT4: 4, E2M1: 4, TABLE: 4, INT8: 8}
-LEVELS = {INT4: None, INT8: None, E2M1: E2M1_LEVELS, TABLE: NF4_LEVELS}
+BITS = {INT4: 4, E2M1: 4, TABLE: 4, INT8: 8, INT6: 6}
+LEVELS = {INT4: None, INT6: None, INT8: None, E2M1: E2M1_LEVELS, TABLE: NF4_LEVELS}
 
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
@@ -147,13 +148,12 @@ def test_rows_and_columns_that_fill_no_record_are_padded_with_scales_of_0(
     assert whole[n:].count_nonzero() == whole[:, k:].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("kind", [INT4, INT8, E2M1, TABLE])
+@pytest.mark.parametrize("kind", [INT4, INT6, INT8, E2M1, TABLE])
 def test_groups_are_cut_to_those_that_kernels_take(kind: int) -> None:
-    is_integer = kind in (INT4, INT8)
     for group, kept in ((64, 32), (96, 32), (48, 16), (256, 128), (128, 128)):
-        wanted = GroupedKind(kind, kept if is_integer else min(kept, 32), False)
+        wanted = GroupedKind(kind, kept if kind in (INT4, INT8) else min(kept, 32), False)
         found, values = packed(wanted, 16, 2 * group, group)
-        assert found.kind.group == kept
+        assert found.kind.group == (kept if kind != INT6 else min(kept, 32))
         assert torch.equal(dequantized(found), values)
 
 
@@ -161,9 +161,9 @@ def test_groups_are_cut_to_those_that_kernels_take(kind: int) -> None:
 @pytest.mark.parametrize("minimums", [False, True])
 def test_a_scale_of_all_columns_suits_any_multiple_of_8(k: int, minimums: bool) -> None:
     """As compressed-tensors has it with the strategy `channel`."""
-    for codes in (INT4, INT8):
+    for codes, most in ((INT4, 128), (INT8, 128), (INT6, 32)):
         found, values = packed(GroupedKind(codes, 128, minimums), 24, k, k)
-        assert found.kind == GroupedKind(codes, _group_of_all(k), minimums)
+        assert found.kind == GroupedKind(codes, min(_group_of_all(k), most), minimums)
         assert torch.equal(dequantized(found), values)
 
 
@@ -177,11 +177,13 @@ def test_groups_that_kernels_take() -> None:
     assert not can_pack(4096, 8) and not can_pack(1000, 40) and not can_pack(12, 12)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
-def test_codes_of_more_than_4_bits_are_kept_in_8(bits: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "kept"), [(3, INT4), (4, INT4), (5, INT6), (6, INT6), (7, INT8), (8, INT8)]
+)
+def test_codes_are_kept_in_4_6_or_8_bits(bits: int, kept: int) -> None:
     codes, scales = random_codes(16, 128, bits), drawn_scales(1, 16, 4)
     found = pack(codes, bits, scales, zero=2)
-    assert found.kind == GroupedKind(INT4 if bits <= 4 else INT8, 32, True)
+    assert found.kind == GroupedKind(kept, 32, True)
     assert torch.equal(dequantized(found), expected(codes, bits, scales, zero=2))
     without = pack(codes, bits, scales, zero=1 << max(bits, 4) - 1)
     assert without.kind == GroupedKind(found.kind.codes, 32, False)
@@ -289,7 +291,7 @@ def test_matrices_one_below_the_other_are_taken_apart(kind: GroupedKind) -> None
 
 def test_sizes_are_those_of_the_kernels() -> None:
     assert re.search(rf"ROWS = {RECORD_ROWS}, COLUMNS = {RECORD_COLUMNS};", HEADER)
-    codes = f"INT4 = {INT4}, E2M1 = {E2M1}, TABLE = {TABLE}, INT8 = {INT8};"
+    codes = f"INT4 = {INT4}, E2M1 = {E2M1}, TABLE = {TABLE}, INT8 = {INT8}, INT6 = {INT6};"
     assert codes in HEADER
     for kind in KINDS:
         assert kind.record_bytes % 16 == 0
@@ -313,16 +315,19 @@ def test_operands_of_another_shape_are_refused_by_name() -> None:
 
 
 def lane_words(found: GroupedRows) -> Any:
-    """[steps, lanes, words] of the first record, as `grouped::split` takes them."""
-    wide = found.kind.codes == INT8
-    raw = found.records[0, 0, : 2048 if wide else 1024].numpy().view(np.uint32)
-    vectors = raw.reshape(-1, 32, 4)  # of 16 bytes, of a lane
-    per_step = 2 if wide else 1
-    split = vectors.transpose(0, 2, 1).reshape(8, per_step, 32)
-    return split.transpose(0, 2, 1)
+    """[steps, lanes, words] of the first record, as `grouped::split` takes them. Of 6 bits the
+    second word is that of two steps."""
+    kind, per_step = found.kind, 2 if found.kind.codes == INT8 else 1
+    raw = found.records[0, 0, : kind.code_bytes].numpy().view(np.uint32)
+    vectors = raw.reshape(-1, 32, 4).transpose(0, 2, 1)  # of 16 bytes, of a lane
+    split = vectors[: 2 * per_step].reshape(8, per_step, 32).transpose(0, 2, 1)
+    if kind.codes != INT6:
+        return split
+    upper = vectors[2].repeat(2, 0)[..., None]  # [steps, lanes, 1]
+    return np.concatenate([split, upper], 2)
 
 
-def decoded(kind: int, words: Any) -> Any:
+def decoded(kind: int, words: Any, step: int = 0) -> Any:
     """[lanes, 4, 2] of a step's words, as `grouped::decode`: pairs of numbers, or of bits of
     bfloat16."""
     if kind == INT8:
@@ -333,10 +338,16 @@ def decoded(kind: int, words: Any) -> Any:
         pairs = [word & mask, word << 3 & mask, word << 6 & mask, last]
     else:
         pairs = [words[:, 0] >> 4 * i & 0x000F000F for i in range(4)]
+    if kind == INT6:
+        places = [4 * (step % 2) + i % 2 * 2 + i // 2 * 8 for i in range(4)]
+        pairs = [
+            pair | (words[:, 1] >> place & 0x00030003) << 4
+            for pair, place in zip(pairs, places, strict=True)
+        ]
     return np.stack([np.stack([pair & 0xFFFF, pair >> 16], 1) for pair in pairs], 1)
 
 
-@pytest.mark.parametrize("kind", [INT4, INT8, E2M1, TABLE])
+@pytest.mark.parametrize("kind", [INT4, INT6, INT8, E2M1, TABLE])
 def test_lanes_find_their_codes_in_the_order_of_operands(kind: int) -> None:
     bits, levels = BITS[kind], LEVELS[kind]
     codes = random_codes(16, 128, bits)
@@ -344,7 +355,7 @@ def test_lanes_find_their_codes_in_the_order_of_operands(kind: int) -> None:
     found = pack(codes, bits, torch.full((16, 4), 0.5), None, zero, levels)
     assert found.kind.codes == kind
     for step, words in enumerate(lane_words(found)):
-        matrix = left(decoded(kind, words).astype(np.int64))  # type: ignore[no-untyped-call]
+        matrix = left(decoded(kind, words, step).astype(np.int64))  # type: ignore[no-untyped-call]
         wanted = codes[:, 16 * step : 16 * step + 16].numpy().astype(np.int64)
         if kind == INT8:
             wanted = wanted ^ 128  # as signed bytes

@@ -61,7 +61,7 @@ def test_a_multiprocessor_has_one_block(n: int, m: int, k_bytes: int) -> None:
     cut = plan(n, HOPPER)
     quantizes = m <= MAX_QUANTIZED_TOKENS and k_bytes <= (16384 if cut.pair else 8192)
     for quantizing in {False, quantizes}:
-        stages, shared = cut.ring(m, k_bytes, quantizes=quantizing)
+        stages, shared, _ = cut.ring(m, k_bytes, quantizes=quantizing)
         assert shared <= 227 * 1024 < 2 * (shared + 1024)
         assert stages >= min(5, -(-k_bytes // 256))
 
@@ -69,7 +69,7 @@ def test_a_multiprocessor_has_one_block(n: int, m: int, k_bytes: int) -> None:
 @pytest.mark.parametrize("n", ROWS)
 def test_beside_a_block_of_few_tokens_is_room_for_one_of_attention(n: int) -> None:
     """Of 105 KiB in total, for heads of 128 values in 16 bits."""
-    _, shared = plan(n, HOPPER).ring(1, 8192)
+    shared = plan(n, HOPPER).ring(1, 8192).shared_bytes
     assert (shared + 1024) + 105 * 1024 <= 228 * 1024
 
 
@@ -79,10 +79,11 @@ def test_a_ring_has_no_more_stages_than_a_block_has_steps(k: int, steps: int) ->
     cut = plan(5120, HOPPER)
     assert cut.pair
     for m in (1, MAX_TOKENS):
-        stages, shared = cut.ring(m, k)
+        stages, shared, is_whole = cut.ring(m, k)
         rows = cut.rows + (8 if m == 1 else MAX_TOKENS)
         assert stages == min(steps, (shared - 1024 - cut.rows * 128) // (rows * 128 + 16))
-    assert cut.ring(1, 2048, quantizes=True)[0] == 8
+        assert is_whole == (stages == steps)
+    assert cut.ring(1, 2048, quantizes=True).stages == 8
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
