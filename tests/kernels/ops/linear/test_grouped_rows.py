@@ -367,6 +367,38 @@ def test_lanes_find_their_codes_in_the_order_of_operands(kind: int) -> None:
             assert (matrix == wanted).all()
 
 
+def as_bytes(kind: int, first: Any, second: Any) -> Any:
+    """[4, lanes] words of two steps' words, as `grouped::bytes_of`."""
+    if kind == INT8:
+        moved = [words.view(np.uint8).reshape(32, 2, 4) ^ 128 for words in (first, second)]
+        rows = [step[:, :, [half, half + 2]] for step in moved for half in (0, 1)]
+        # Byte 0 of both words, then byte 2 of both; or 1 and 3.
+        return np.stack([row.transpose(0, 2, 1).reshape(32, 4).copy() for row in rows])
+    words = [step[:, 0] >> 4 * half & 0x0F0F0F0F for step in (first, second) for half in (0, 1)]
+    if kind == INT6:
+        upper = first[:, 1]
+        shifted = [upper << 4, upper << 2, upper, upper >> 2]
+        words = [word | more & 0x30303030 for word, more in zip(words, shifted, strict=True)]
+    return np.stack([word.view(np.uint8).reshape(32, 4) for word in words])
+
+
+@pytest.mark.parametrize("kind", [INT4, INT6, INT8])
+def test_lanes_find_their_codes_in_the_order_of_planes(kind: int) -> None:
+    """Of each 16 columns of the rows g and g + 8: 2p, 2p + 8, 2p + 1 and 2p + 9."""
+    bits = BITS[kind]
+    codes = random_codes(16, 128, bits)
+    found = pack(codes, bits, torch.full((16, 4), 0.5), None, 1 << bits - 1)
+    words = [np.ascontiguousarray(step) for step in lane_words(found)]
+    for pair in range(4):
+        rows = as_bytes(kind, words[2 * pair], words[2 * pair + 1])
+        for lane in range(32):
+            g, p = lane // 4, lane % 4
+            columns = [2 * p, 2 * p + 8, 2 * p + 1, 2 * p + 9]
+            for i in range(4):
+                own = codes[g + 8 * (i % 2), 32 * pair + 16 * (i // 2) :]
+                assert rows[i, lane].tolist() == own[columns].tolist()
+
+
 @each_kind
 def test_lanes_find_the_scales_of_their_rows(kind: GroupedKind) -> None:
     found, _ = packed(kind, 16, 128)
