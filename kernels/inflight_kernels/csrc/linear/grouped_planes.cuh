@@ -90,6 +90,7 @@ __device__ __forceinline__ void convert(const float (&x)[LANE_COLUMNS], unsigned
     for (int mask = 1; mask < LANES; mask *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, mask);
     // fmaxf loses NaN; the sum has it, and infinity as well.
     const bool broken = __any_sync(FULL_WARP, !(fabsf(sum) < __uint_as_float(0x7f800000u)));
+    // Of 22 bits: its product with MIDDLE is exact.
     const float inverse =
         __uint_as_float(__float_as_uint(largest * (1.0f / LARGEST_OF_X)) & 0xfffffffcu);
     const float scale = largest > 0.0f ? LARGEST_OF_X / largest : 0.0f;

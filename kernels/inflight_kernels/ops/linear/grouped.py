@@ -120,7 +120,8 @@ def plan(m: int, k: int, gated: bool, is_integer: bool) -> Tile:
 
 MAX_STREAMED_TOKENS = 2
 """Of any weight. Of one whose tiles are no more than the multiprocessors, and whose product is thus
-bound by latencies, up to MAX_TOKENS, none of them in planes: those take longer to be made."""
+bound by latencies, up to MAX_TOKENS, none of them in planes, which take longer to make than to
+multiply."""
 MAX_STREAM_BYTES = 96 * 1024
 """Of shared memory: what every GPU has. A product that needs more has a tile of `plan`."""
 
