@@ -88,15 +88,15 @@ def test_rows_of_down_are_whole_records() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_two_blocks_of_records_have_three_quarters_of_the_bytes_in_flight_of_one_of_values(
+def test_two_blocks_of_records_have_four_fifths_of_the_bytes_in_flight_of_one_of_values(
     kind: GroupedKind,
 ) -> None:
     """At least: records of 6 bits are so large that blocks with as many would not fit in pairs."""
-    per_unit = -(-1536 // kind.record_bytes)
+    per_unit = -(-1638 // kind.record_bytes)
     for num_tokens in (1, 2):
         for stages in _in_codes(GPT_OSS, kind).stages(num_tokens):
             assert stages in (2 * per_unit, 3 * per_unit, 4 * per_unit)
-            assert 2 * stages * kind.record_bytes >= 0.75 * 2 * 4096
+            assert 2 * stages * kind.record_bytes >= 0.8 * 2 * 4096
 
 
 @pytest.mark.parametrize(

@@ -330,8 +330,8 @@ struct Codes {
     static constexpr int ROWS = grouped::ROWS;
     static constexpr int BYTES = R::BYTES;
     static constexpr int WIDTH = grouped::COLUMNS * static_cast<int>(sizeof(X));
-    // Of bytes of values three eighths at least: a multiprocessor has two blocks.
-    static constexpr int RING = (STAGE * 3 / 8 + BYTES - 1) / BYTES;
+    // With two fifths of the bytes of values at least: a multiprocessor has two blocks.
+    static constexpr int RING = (STAGE * 2 / 5 + BYTES - 1) / BYTES;
     // On a multiprocessor: two of a kernel, as codes keep more warps busy, and one of the next.
     static constexpr int BLOCKS = 3;
     static constexpr int X_WIDTH = WIDTH, X_OFFSET = 16;

@@ -21,7 +21,7 @@ _MAX_TOP_K = 32
 _WARPS = 8
 THREADS = 32 * _WARPS
 _STAGE_BYTES = 4096
-_LEAST_RECORD_BYTES = _STAGE_BYTES * 3 // 8
+_LEAST_RECORD_BYTES = _STAGE_BYTES * 2 // 5
 CHOICE_BYTES = 4 * (1 + _MAX_PAIRS + MAX_TOKENS * _MAX_TOP_K) + _MAX_PAIRS * MAX_TOKENS
 _SCRATCH_BYTES = 4 * (MAX_TOKENS * _MAX_TOP_K + MAX_EXPERTS)
 _PARTIAL_BYTES = 4 * 2304
@@ -179,8 +179,8 @@ class Sizes:
 
     @property
     def _stages_at_least(self) -> int:
-        """Of a ring, half of the fewest. Records of both blocks of a multiprocessor have three
-        quarters of the bytes of values: with as many, those of 6 bits would leave no room."""
+        """Of a ring, half of the fewest. Records of both blocks of a multiprocessor have at least
+        four fifths of the bytes of values: with as many, those of 6 bits would leave no room."""
         if self.grouped is None:
             return 1
         return -(-_LEAST_RECORD_BYTES // self._stage_bytes)
