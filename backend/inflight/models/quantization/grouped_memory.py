@@ -56,11 +56,9 @@ def _scale_bits(group: int, has_minimums: bool) -> float:
 def record_bits(bits: int, group: int, has_minimums: bool, width: int) -> float:
     """The same on a GPU, where codes of 5 bits have 6, columns are padded and groups are those
     that kernels have: see `grouped_rows`."""
-    columns, groups = 128, (128, 32, 16)
-    kept_bits = next(kept for kept in (4, 6, 8) if bits <= kept)
-    kept = next((one for one in groups if group % one == 0), columns)
-    if kept_bits == 6:
-        kept = min(kept, 32)
+    columns, kept_bits = 128, next(kept for kept in (4, 6, 8) if bits <= kept)
+    groups = (32, 16) if kept_bits == 6 else (128, 32, 16)
+    kept = next((one for one in groups if group % one == 0), groups[0])
     padded = -(-width // columns) * columns
     return (kept_bits + _scale_bits(kept, has_minimums)) * padded / width
 

@@ -7,7 +7,9 @@
 // and p = l % 4, has of each 16 columns 2p, 2p + 1, 2p + 8 and 2p + 9 of the rows g and g + 8. Then
 // come for each g the scales of all groups, those of the rows g and g + 8 next to each other.
 //
-// Every kernel multiplies with the same numbers: code * scale + minimum, rounded to bfloat16.
+// Kernels multiply with the same numbers: code * scale + minimum, rounded to bfloat16; but few
+// tokens with numbers that are not rounded, where codes are multiplied as integers
+// (grouped_planes.cuh).
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -28,7 +30,7 @@ struct Table {
     unsigned words[8];
 };
 
-// Records of a matrix. GROUP: columns with a scale in common: 16, 32, 64 or 128. MINIMUMS: whether
+// Records of a matrix. GROUP: columns with a scale in common: 16, 32 or 128. MINIMUMS: whether
 // they have a minimum as well.
 template <int CODES_, int GROUP_, bool MINIMUMS_>
 struct Records {
@@ -38,7 +40,8 @@ struct Records {
     static constexpr int CODE_BYTES = ROWS * COLUMNS * BITS / 8;
     static constexpr int GROUPS = COLUMNS / GROUP;
     static constexpr int CODE_VECTORS = CODE_BYTES / 512;  // of 16 bytes, of a lane
-    static constexpr int SCALE_WORDS = GROUPS * (MINIMUMS ? 2 : 1);  // of a lane
+    static constexpr int GROUP_WORDS = MINIMUMS ? 2 : 1;   // of two rows
+    static constexpr int SCALE_WORDS = GROUPS * GROUP_WORDS;
     static constexpr int BYTES = CODE_BYTES + 32 * SCALE_WORDS;
 
     // Where the records of 16 rows begin, in bytes.
@@ -144,7 +147,7 @@ struct Reader {
     // Of the group with this step.
     __device__ __forceinline__ Scales scales(int step) const {
         const unsigned place = record + R::CODE_BYTES + lane / 4 * (4 * R::SCALE_WORDS) +
-                               step * STEP / R::GROUP * (R::MINIMUMS ? 8 : 4);
+                               step * STEP / R::GROUP * (4 * R::GROUP_WORDS);
         unsigned both, minimums = 0;
         if constexpr (R::MINIMUMS)
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -163,7 +166,7 @@ template <class R, bool PLANES>
 struct Loaded {
     static constexpr bool SHARES = PLANES && R::GROUPS > 1;
     static constexpr int GROUPS = SHARES ? R::GROUPS / 4 : R::GROUPS;  // of a lane
-    static constexpr int PER_GROUP = R::MINIMUMS ? 2 : 1, WORDS = GROUPS * PER_GROUP;
+    static constexpr int PER_GROUP = R::GROUP_WORDS, WORDS = GROUPS * PER_GROUP;
 
     uint4 codes[R::CODE_VECTORS];
     unsigned words[WORDS];

@@ -168,7 +168,7 @@ __device__ __forceinline__ void add_middles(const Loaded<R, true> (&loaded)[TILE
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
             const Pair scales(loaded[t].words[0]);
-            const Pair minimums(R::MINIMUMS ? loaded[t].words[R::MINIMUMS ? 1 : 0] : 0);
+            const Pair minimums(R::MINIMUMS ? loaded[t].words[R::GROUP_WORDS - 1] : 0);
             const float upper = fmaf(-CODE_MIDDLE<R>, scales.first, minimums.first);
             const float lower = fmaf(-CODE_MIDDLE<R>, scales.second, minimums.second);
 #pragma unroll

@@ -1,7 +1,8 @@
 """Weight-only matrices of codes with a scale for each group of columns, as GPU kernels read them.
 
-csrc/linear/grouped.cuh says how a matrix lies in memory. Its values are those that every kernel
-multiplies with: code * scale + minimum, rounded to bfloat16, as are scales and minimums.
+csrc/linear/grouped.cuh says how a matrix lies in memory. Its values are code * scale + minimum,
+rounded to bfloat16, as are scales and minimums. Kernels multiply with these, or, where codes are
+multiplied as integers, with values that are not rounded.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ RECORD_ROWS, RECORD_COLUMNS = 16, 128
 """Of a record, as in grouped.cuh."""
 
 _STEP = 16
-_GROUPS = (128, 32, 16)
-"""Columns with a scale in common, as kernels are compiled for them; others are cut."""
-
 INT4, E2M1, TABLE, INT8, INT6 = range(5)
 """Codes, as in grouped.cuh: integers of 4 bits, floats of 4 bits (OCP Microscaling Formats, 5.3.3),
 indices of 16 values, integers of 8 and of 6 bits."""
 
 _BITS = {INT4: 4, E2M1: 4, TABLE: 4, INT8: 8, INT6: 6}
+
+_GROUPS = dict.fromkeys(_BITS, (128, 32, 16)) | {INT6: (32, 16)}
+"""Columns with a scale in common, as kernels are compiled for them; others are cut. No file has
+larger ones of 6 bits."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; those of 8 to 15 are negative."""
@@ -79,7 +81,7 @@ class GroupedKind:
 KINDS = tuple(
     GroupedKind(codes, group, minimums)
     for codes in _BITS
-    for group in (_GROUPS if codes in (INT4, INT8) else _GROUPS[1:])
+    for group in _GROUPS[codes]
     for minimums in ((False,) if codes in (E2M1, TABLE) else (False, True))
 )
 """All that kernels are compiled for."""
@@ -130,7 +132,7 @@ class GroupedRows:
 
 def can_pack(k: int, group: int) -> bool:
     """Whether kernels take a matrix of k columns with such groups."""
-    return k % 8 == 0 and (group == k or _kept_group(group) is not None)
+    return k % 8 == 0 and (group == k or group % _STEP == 0)
 
 
 def empty(
@@ -168,9 +170,7 @@ def pack(
     if levels is not None:
         which, table, factor = _table(levels, zero, scales)
         zero = middle
-    kept = _kept_group(group) or RECORD_COLUMNS  # the latter for a group of all columns
-    if which == INT6:
-        kept = min(kept, _GROUPS[1])
+    kept = _kept_group(which, group)
     kind = GroupedKind(which, kept, minimums is not None or zero != middle)
     if codes.is_meta:  # torch would import its compiler to compute there, which takes seconds
         size = (*_num_records(n, k), kind.record_bytes)
@@ -223,9 +223,10 @@ def _num_records(n: int, k: int) -> tuple[int, int]:
     return -(-n // RECORD_ROWS), -(-k // RECORD_COLUMNS)
 
 
-def _kept_group(group: int) -> int | None:
-    """The largest group that kernels are compiled for of which it is a multiple."""
-    return next((one for one in _GROUPS if group % one == 0), None)
+def _kept_group(codes: int, group: int) -> int:
+    """The largest group that kernels are compiled for of which it is a multiple; the largest of all
+    for a group of all columns."""
+    return next((one for one in _GROUPS[codes] if group % one == 0), _GROUPS[codes][0])
 
 
 def _table(levels: Tensor, zero: int, scales: Tensor) -> tuple[int, Tensor | None, float]:

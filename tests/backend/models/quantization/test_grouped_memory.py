@@ -132,6 +132,7 @@ def test_the_setting_rounds_all_linear_layers(tmp_path: Path) -> None:
         (4, 32, False, 2880, 4.5 * 2944 / 2880),
         (6, 16, False, 256, 7.0),
         (5, 64, True, 256, 7.0),
+        (6, 256, False, 256, 6.5),
         (8, 4096, False, 4096, 8.125),
         (4, 200, False, 200, 4.125 * 256 / 200),  # one group, in two records
     ],

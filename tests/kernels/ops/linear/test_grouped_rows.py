@@ -151,9 +151,10 @@ def test_rows_and_columns_that_fill_no_record_are_padded_with_scales_of_0(
 @pytest.mark.parametrize("kind", [INT4, INT6, INT8, E2M1, TABLE])
 def test_groups_are_cut_to_those_that_kernels_take(kind: int) -> None:
     for group, kept in ((64, 32), (96, 32), (48, 16), (256, 128), (128, 128)):
-        wanted = GroupedKind(kind, kept if kind in (INT4, INT8) else min(kept, 32), False)
+        wanted = GroupedKind(kind, min(kept, 32) if kind == INT6 else kept, False)
+        assert wanted in KINDS
         found, values = packed(wanted, 16, 2 * group, group)
-        assert found.kind.group == (kept if kind != INT6 else min(kept, 32))
+        assert found.kind == wanted
         assert torch.equal(dequantized(found), values)
 
 
