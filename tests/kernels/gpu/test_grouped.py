@@ -28,6 +28,8 @@ BOUND = 1.5 * ROUNDING[torch.bfloat16]  # weights are rounded, or are not, and s
 FEW, SOME = [1, 2, 3, 4, 5, 7, 8], [1, 17, 33, 64, 65, 128, 200, 300]
 CASES = [(grouped.linear, m) for m in FEW] + [(grouped_gemm.linear, m) for m in SOME]
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1005, 1296), (124, 16), (130, 96)]
+# More tiles than a GPU has multiprocessors: few tokens are multiplied as integers, if codes are.
+MANY_ROWS = 2416
 EACH_CODE = [
     GroupedKind(INT4, 128, False),
     GroupedKind(INT4, 32, True),
@@ -87,9 +89,10 @@ def test_a_gated_product_is_silu_of_one_half_times_the_other(
 @pytest.mark.parametrize(
     ("linear", "tokens"), [(grouped.linear, 1), (grouped.linear, 3), (grouped_gemm.linear, 40)]
 )
-def test_every_kind_has_products(linear, tokens, kind) -> None:
-    x, weight = _random(tokens, 384), random_rows(200, 384, kind)
-    out = Guarded(tokens, 200, dtype=torch.bfloat16)
+@pytest.mark.parametrize("n", [200, MANY_ROWS])
+def test_every_kind_has_products(linear, tokens, n, kind) -> None:
+    x, weight = _random(tokens, 384), random_rows(n, 384, kind)
+    out = Guarded(tokens, n, dtype=torch.bfloat16)
     linear(x, weight, out=out.tensor)
     assert relative_error(out.check(), _product(x, weight)) < BOUND
 
@@ -191,13 +194,15 @@ def test_all_tokens_are_computed_if_more_count() -> None:
     assert torch.equal(out, expected)
 
 
-@kinds
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("n", [512, MANY_ROWS])
 @pytest.mark.parametrize(
-    ("linear", "tokens"), [(grouped.linear, 2), (grouped.linear, 7), (grouped_gemm.linear, 60)]
+    ("linear", "tokens"),
+    [(grouped.linear, 2), (grouped.linear, 4), (grouped.linear, 7), (grouped_gemm.linear, 60)],
 )
-def test_a_broken_token_breaks_no_other(linear, tokens, kind) -> None:
-    x, weight = _random(tokens, 1024), random_rows(512, 1024, kind)
-    clean, dirty = (torch.empty(tokens, 512, dtype=x.dtype, device="cuda") for _ in range(2))
+def test_a_broken_token_breaks_no_other(linear, tokens, n, kind) -> None:
+    x, weight = _random(tokens, 1024), random_rows(n, 1024, kind)
+    clean, dirty = (torch.empty(tokens, n, dtype=x.dtype, device="cuda") for _ in range(2))
     linear(x, weight, out=clean)
     x[1] = torch.nan
     linear(x, weight, out=dirty)
