@@ -39,10 +39,12 @@ DTYPE = torch.bfloat16
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 KINDS = {
     "int4-128": GroupedKind(INT4, 128, True),
-    "q4_k": GroupedKind(INT4, 32, True),
+    "q4_1": GroupedKind(INT4, 32, True),
+    "q4_k": GroupedKind(INT4, 32, True, units=True),
     "mxfp4": GroupedKind(E2M1, 32, False),
     "nf4": GroupedKind(TABLE, 32, False),
-    "q6_k": GroupedKind(INT6, 16, False),
+    "q6_k": GroupedKind(INT6, 16, False, units=True),
+    "q4_k with q6_k": GroupedKind(INT6, 16, True, units=True),
     "q8_0": GroupedKind(INT8, 32, False),
 }
 Call = Callable[[], object]

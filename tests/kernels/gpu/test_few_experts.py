@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grouped_matrices import random_rows
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops.linear import grouped_rows
 from inflight_kernels.ops.linear.grouped_rows import GroupedKind, GroupedRows
@@ -84,6 +85,8 @@ _WIDTHS = {
 
 def _codes(rows: int, columns: int, kind: GroupedKind) -> GroupedRows:
     """A random matrix. What the last group has past the columns is not 0, and must not matter."""
+    if kind.units:
+        return random_rows(rows, columns, kind)
     groups, positive = -(-columns // kind.group), torch.tensor(grouped_rows.E2M1_VALUES)
     levels = {
         grouped_rows.E2M1: torch.cat([positive, -positive]),

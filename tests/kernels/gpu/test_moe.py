@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grouped_matrices import random_rows
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops.linear.grouped_rows import (
     E2M1,
@@ -304,12 +305,17 @@ KINDS = [
     GroupedKind(INT8, 32, minimums=True),
     GroupedKind(INT8, 16, minimums=False),
     GroupedKind(INT6, 16, minimums=False),
+    GroupedKind(INT4, 32, minimums=True, units=True),
+    GroupedKind(INT6, 16, minimums=False, units=True),
+    GroupedKind(INT6, 16, minimums=True, units=True),
 ]
 
 
 def _in_records(kind: GroupedKind, experts: int, n: int, k: int) -> GroupedRows:
     """Random matrices of experts; of groups of 128 columns, all columns are one."""
     bits, rows = kind.bits, experts * n
+    if kind.units:
+        return random_rows(rows, k, kind)
     codes = torch.randint(0, 1 << bits, (rows, k), dtype=torch.uint8, device="cuda")
     groups = k // kind.group if k % kind.group == 0 else 1
     # Values with a deviation of 2 * k ** -0.5, as those of the tests of 16 bits.

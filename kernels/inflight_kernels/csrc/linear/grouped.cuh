@@ -5,7 +5,9 @@
 // Past n and k, scales are 0. A record has its codes in the order in which lanes take them as the
 // left operand of mma.m16n8k16, or of wgmma with that operand in registers: lane l, with g = l / 4
 // and p = l % 4, has of each 16 columns 2p, 2p + 1, 2p + 8 and 2p + 9 of the rows g and g + 8. Then
-// come for each g the scales of all groups, those of the rows g and g + 8 next to each other.
+// come for each g the scales of all groups, those of the rows g and g + 8 next to each other. They
+// are bfloat16, or integers of 8 bits; the latter are followed by their units in float16, one of a
+// row's scales and one of its minimums, again those of g and g + 8 next to each other.
 //
 // Kernels multiply with the same numbers: code * scale + minimum, rounded to bfloat16; but few
 // tokens with numbers that are not rounded, where codes are multiplied as integers
@@ -31,18 +33,22 @@ struct Table {
 };
 
 // Records of a matrix. GROUP: columns with a scale in common: 16, 32 or 128. MINIMUMS: whether
-// they have a minimum as well.
-template <int CODES_, int GROUP_, bool MINIMUMS_>
+// they have a minimum as well. UNITS: whether both are integers times a unit. A code of 4 or 6 bits
+// counts from 0 if there are units and minimums, and from the middle otherwise.
+template <int CODES_, int GROUP_, bool MINIMUMS_, bool UNITS_>
 struct Records {
     static constexpr int CODES = CODES_, GROUP = GROUP_;
-    static constexpr bool MINIMUMS = MINIMUMS_;
+    static constexpr bool MINIMUMS = MINIMUMS_, UNITS = UNITS_;
     static constexpr int BITS = CODES == INT8 ? 8 : CODES == INT6 ? 6 : 4;
     static constexpr int CODE_BYTES = ROWS * COLUMNS * BITS / 8;
     static constexpr int GROUPS = COLUMNS / GROUP;
     static constexpr int CODE_VECTORS = CODE_BYTES / 512;  // of 16 bytes, of a lane
     static constexpr int GROUP_WORDS = MINIMUMS ? 2 : 1;   // of two rows
-    static constexpr int SCALE_WORDS = GROUPS * GROUP_WORDS;
-    static constexpr int BYTES = CODE_BYTES + 32 * SCALE_WORDS;
+    static constexpr int SCALE_WORDS = GROUPS * GROUP_WORDS / (UNITS ? 2 : 1);  // of a g
+    static constexpr int UNIT_WORDS = UNITS ? GROUP_WORDS : 0;
+    static constexpr int BYTES = CODE_BYTES + 32 * (SCALE_WORDS + UNIT_WORDS);
+    static_assert(!UNITS || (BITS < 8 && SCALE_WORDS % 4 == 0), "each lane has whole words");
+    static_assert(!UNITS || MINIMUMS || BITS == 6, "the middle is that of 6 bits");
 
     // Where the records of 16 rows begin, in bytes.
     static __device__ __forceinline__ long long offset(int row_tile, int k) {
@@ -86,6 +92,16 @@ __device__ __forceinline__ unsigned and_or(unsigned a, unsigned b, unsigned c) {
     return result;
 }
 
+// A word whose bit `from` becomes bit `to`.
+__device__ __forceinline__ unsigned shifted(unsigned word, int from, int to) {
+    return from < to ? word << to - from : word >> from - to;
+}
+
+// The same with the bits that are shifted out at the other end.
+__device__ __forceinline__ unsigned rotated(unsigned word, int from, int to) {
+    return __funnelshift_r(word, word, from - to);
+}
+
 // Scales and minimums of a lane's two rows, of one group; each twice, for pairs of columns.
 struct Scales {
     unsigned upper, lower;  // rows g and g + 8
@@ -99,9 +115,11 @@ struct Scales {
           lower_minimum(__byte_perm(minimums, minimums, 0x3232)) {}
 };
 
-// A lane's codes of 32 columns: two steps. Of 6 bits the third word has the upper two; with p and g
-// as above, byte 0 has those of column 2p of the rows g and g + 8 of the first step, then of the
-// second one; the next bytes those of 2p + 8, 2p + 1 and 2p + 9.
+// A lane's codes of 32 columns: two steps. Of 4 bits, and of the lower 4 of 6, pair i of a step, in
+// the order of the operand's registers, has bits 4i to 4i + 3 of both halves of the step's word. The
+// upper two of 6 are in a third word: those of the first step above where the lower ones are, from
+// bit 4i + 4 on, and those of the second step 2 bits higher. Those of pair 3 would be in the next
+// half, and are: in the word, rotated by 4 bits, all lie as in bytes of their own.
 template <class R>
 struct Codes {
     unsigned words[R::BITS / 2];
@@ -130,6 +148,126 @@ __device__ __forceinline__ void split(const uint4 (&vectors)[R::CODE_VECTORS],
     }
 }
 
+// With units, a code is taken as the mantissa of a bfloat16 without an exponent, which needs no
+// subtraction: as itself times a power of two, whose inverse is in the scales. That is no float, but
+// 2^8 times this is.
+template <class R>
+constexpr float INVERSE_OF_CODES = R::BITS == 4 ? 0x1p122f : 0x1p124f;
+
+// The middle of codes of 6 bits as such, negative, twice: -32 * 2^-132.
+constexpr unsigned MINUS_MIDDLE = 0x80408040u;
+
+// A byte of a word, with its sign, in one instruction; times 2^8 if `shifts`.
+__device__ __forceinline__ int signed_byte(unsigned word, int byte, bool shifts = false) {
+    const int sign = byte + 8, zero = 4;
+    int found;
+    asm("prmt.b32 %0, %1, 0, %2;"
+        : "=r"(found)
+        : "r"(word),
+          "r"(shifts ? zero | byte << 4 | sign << 8 | sign << 12 : byte | sign * 0x1110));
+    return found;
+}
+
+// Scales of a lane's two rows in a record, and their minimums. If the four lanes of the same rows
+// share them, each has the words of some adjacent groups.
+template <class R, bool SHARED>
+struct LaneScales {
+    static constexpr int GROUPS = SHARED ? R::GROUPS / 4 : R::GROUPS;  // of a lane
+    static constexpr int PER_GROUP = R::GROUP_WORDS, WORDS = GROUPS * PER_GROUP;
+
+    unsigned words[WORDS];
+
+    // A group's word of scales, or of minimums.
+    __device__ __forceinline__ unsigned word(int group, int which = 0) const {
+        const unsigned own = words[group % GROUPS * PER_GROUP + which];
+        if constexpr (SHARED)
+            return __shfl_sync(FULL_WARP, own, group / GROUPS, 4);
+        else
+            return own;
+    }
+
+    // Of the group with this step.
+    __device__ __forceinline__ Scales of(int step) const {
+        const int group = step * STEP / R::GROUP;
+        Scales found(word(group), R::MINIMUMS ? word(group, 1) : 0);
+        if constexpr (R::UNITS && !R::MINIMUMS) {
+            found.upper_minimum = multiply(found.upper, MINUS_MIDDLE);
+            found.lower_minimum = multiply(found.lower, MINUS_MIDDLE);
+        }
+        return found;
+    }
+};
+
+// Integers of 8 bits times their units.
+template <class R>
+__device__ __forceinline__ LaneScales<R, true> multiplied(
+    const unsigned (&integers)[LaneScales<R, true>::WORDS / 2],
+    const unsigned (&units)[R::UNIT_WORDS]) {
+    using Found = LaneScales<R, true>;
+    Found found;
+#pragma unroll
+    for (int which = 0; which < R::UNIT_WORDS; which++) {
+        const bool is_scale = which == 0;
+        float of_rows[2];
+        Word<__half>::unpack(units[which], of_rows);
+#pragma unroll
+        for (int row = 0; row < 2; row++) of_rows[row] *= is_scale ? INVERSE_OF_CODES<R> : 1.0f;
+#pragma unroll
+        for (int group = 0; group < Found::GROUPS; group++) {
+            const int word = group * Found::PER_GROUP + which;
+            float products[2];
+#pragma unroll
+            for (int row = 0; row < 2; row++)
+                products[row] = of_rows[row] * static_cast<float>(signed_byte(
+                                                   integers[word / 2], word % 2 * 2 + row, is_scale));
+            found.words[word] = Word<__nv_bfloat16>::pack(products);
+        }
+    }
+    return found;
+}
+
+template <int COUNT>
+__device__ __forceinline__ void load_shared_words(unsigned (&to)[COUNT], unsigned from) {
+    static_assert(COUNT <= 2, "one load");
+    if constexpr (COUNT == 1)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from) : "memory");
+    else
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(to[0]), "=r"(to[1])
+                     : "r"(from)
+                     : "memory");
+}
+
+template <int COUNT>
+__device__ __forceinline__ void load_words(unsigned (&to)[COUNT], const unsigned char* from) {
+    if constexpr (COUNT == 1) {
+        to[0] = __ldg(reinterpret_cast<const unsigned*>(from));
+    } else if constexpr (COUNT == 2) {
+        const uint2 pair = __ldg(reinterpret_cast<const uint2*>(from));
+        to[0] = pair.x, to[1] = pair.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT / 4; i++) {
+            const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from) + i);
+            to[4 * i] = raw.x, to[4 * i + 1] = raw.y;
+            to[4 * i + 2] = raw.z, to[4 * i + 3] = raw.w;
+        }
+    }
+}
+
+// Scales that a lane reads from shared memory, each when it is needed.
+template <class R>
+struct SharedScales {
+    unsigned place;  // address of those of the lane's rows
+
+    // Of the group with this step.
+    __device__ __forceinline__ Scales of(int step) const {
+        unsigned words[R::GROUP_WORDS];
+        load_shared_words(words, place + step * STEP / R::GROUP * (4 * R::GROUP_WORDS));
+        return Scales(words[0], R::MINIMUMS ? words[R::GROUP_WORDS - 1] : 0);
+    }
+};
+
 // What a lane takes from a record in shared memory.
 template <class R>
 struct Reader {
@@ -144,67 +282,53 @@ struct Reader {
         split<R>(vectors, to);
     }
 
-    // Of the group with this step.
-    __device__ __forceinline__ Scales scales(int step) const {
-        const unsigned place = record + R::CODE_BYTES + lane / 4 * (4 * R::SCALE_WORDS) +
-                               step * STEP / R::GROUP * (4 * R::GROUP_WORDS);
-        unsigned both, minimums = 0;
-        if constexpr (R::MINIMUMS)
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                         : "=r"(both), "=r"(minimums)
-                         : "r"(place)
-                         : "memory");
-        else
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(place) : "memory");
-        return Scales(both, minimums);
+    __device__ __forceinline__ auto scales() const {
+        const unsigned place = record + R::CODE_BYTES;
+        if constexpr (R::UNITS) {
+            unsigned integers[R::SCALE_WORDS / 4], units[R::UNIT_WORDS];
+            load_shared_words(integers, place + lane * R::SCALE_WORDS);
+            load_shared_words(units,
+                              place + 32 * R::SCALE_WORDS + lane / 4 * (4 * R::UNIT_WORDS));
+            return multiplied<R>(integers, units);
+        } else {
+            return SharedScales<R>{place + lane / 4 * (4 * R::SCALE_WORDS)};
+        }
     }
 };
 
-// What a lane takes from a record, in registers. To be multiplied in planes (grouped_planes.cuh),
-// the four lanes of the same rows share their groups: each has the words of some adjacent ones.
+// What a lane takes from a record, in registers. Lanes share scales that are integers, and those of
+// what is multiplied in planes (grouped_planes.cuh).
 template <class R, bool PLANES>
 struct Loaded {
-    static constexpr bool SHARES = PLANES && R::GROUPS > 1;
-    static constexpr int GROUPS = SHARES ? R::GROUPS / 4 : R::GROUPS;  // of a lane
-    static constexpr int PER_GROUP = R::GROUP_WORDS, WORDS = GROUPS * PER_GROUP;
+    using Scales = LaneScales<R, R::UNITS || (PLANES && R::GROUPS > 1)>;
+    static constexpr int WORDS = Scales::WORDS / (R::UNITS ? 2 : 1);
 
     uint4 codes[R::CODE_VECTORS];
     unsigned words[WORDS];
+    unsigned units[R::UNITS ? R::UNIT_WORDS : 1];
 
     // From global memory; once, and evicted first from the L2 cache.
     __device__ __forceinline__ void load(const unsigned char* record, int lane) {
 #pragma unroll
         for (int i = 0; i < R::CODE_VECTORS; i++)
             codes[i] = ptx::load_once(record + i * 512 + lane * 16);
-        const unsigned char* const from =
-            record + R::CODE_BYTES + (SHARES ? lane : lane / 4) * (4 * WORDS);
-        if constexpr (WORDS == 1) {
-            words[0] = __ldg(reinterpret_cast<const unsigned*>(from));
-        } else if constexpr (WORDS == 2) {
-            const uint2 pair = __ldg(reinterpret_cast<const uint2*>(from));
-            words[0] = pair.x, words[1] = pair.y;
+        const unsigned char* const from = record + R::CODE_BYTES;
+        // Of one lane, or of the four that have the same words.
+        constexpr bool EACH = WORDS < R::SCALE_WORDS;
+        load_words(words, from + (EACH ? lane : lane / 4) * (4 * WORDS));
+        if constexpr (R::UNITS)
+            load_words(units, from + 32 * R::SCALE_WORDS + lane / 4 * (4 * R::UNIT_WORDS));
+    }
+
+    __device__ __forceinline__ Scales scales() const {
+        Scales found;
+        if constexpr (R::UNITS) {
+            found = multiplied<R>(words, units);
         } else {
 #pragma unroll
-            for (int i = 0; i < WORDS / 4; i++) {
-                const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from) + i);
-                words[4 * i] = raw.x, words[4 * i + 1] = raw.y;
-                words[4 * i + 2] = raw.z, words[4 * i + 3] = raw.w;
-            }
+            for (int i = 0; i < WORDS; i++) found.words[i] = words[i];
         }
-    }
-
-    // The word of a group's scales.
-    __device__ __forceinline__ unsigned scales_of(int group) const {
-        if constexpr (SHARES)
-            return __shfl_sync(FULL_WARP, words[group % GROUPS * PER_GROUP], group / GROUPS, 4);
-        else
-            return words[group * PER_GROUP];
-    }
-
-    // Of the group with this step; not if lanes share them.
-    __device__ __forceinline__ Scales scales(int step) const {
-        const int group = step * STEP / R::GROUP;
-        return Scales(words[group * PER_GROUP], R::MINIMUMS ? words[group * PER_GROUP + 1] : 0);
+        return found;
     }
 };
 
@@ -216,6 +340,24 @@ __device__ __forceinline__ void decode(const Codes<R>& codes, int step, const Ta
     if constexpr (R::CODES == INT8) {
         Int8::decode(codes.words[2 * step], to[0], to[1]);
         Int8::decode(codes.words[2 * step + 1], to[2], to[3]);
+    } else if constexpr (R::UNITS) {
+        // The last bit of a mantissa is 2^-133.
+        constexpr int FIRST = R::BITS == 4 ? 3 : 1;
+        const unsigned word = codes.words[step];
+        if constexpr (R::CODES == INT4) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                to[i] = shifted(word, 4 * i, FIRST) & 0x000f000fu << FIRST;
+        } else {
+            const unsigned upper = codes.words[2] >> 2 * step;
+#pragma unroll
+            for (int i = 0; i < 3; i++)
+                to[i] = shifted(and_or(upper, 0x00300030u << 4 * i, word & 0x000f000fu << 4 * i),
+                                4 * i, FIRST);
+            to[3] = and_or(rotated(codes.words[2], 16 + 2 * step, FIRST + 4),
+                           0x00030003u << FIRST + 4,
+                           shifted(word, 12, FIRST) & 0x000f000fu << FIRST);
+        }
     } else if constexpr (R::CODES == INT4) {
         // From 128 on, bfloat16 counts in ones.
 #pragma unroll
@@ -226,9 +368,7 @@ __device__ __forceinline__ void decode(const Codes<R>& codes, int step, const Ta
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const unsigned lower = and_or(codes.words[step] >> 4 * i, 0x000f000fu, 0x43004300u);
-            const int place = 4 * step + i % 2 * 2 + i / 2 * 8;
-            const unsigned upper =
-                place < 4 ? codes.words[2] << 4 - place : codes.words[2] >> place - 4;
+            const unsigned upper = rotated(codes.words[2], 4 * i + 4 + 2 * step, 4);
             to[i] = subtract(and_or(upper, 0x00300030u, lower), 0x43204320u);
         }
     } else if constexpr (R::CODES == E2M1) {
@@ -275,7 +415,7 @@ __device__ __forceinline__ void operand(const Codes<R>& codes, int step, const S
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const unsigned scale = i % 2 ? scales.lower : scales.upper;
-        if constexpr (R::MINIMUMS)
+        if constexpr (R::MINIMUMS || R::UNITS)
             to[i] = multiply_add(to[i], scale,
                                  i % 2 ? scales.lower_minimum : scales.upper_minimum);
         else

@@ -17,8 +17,13 @@ __device__ __forceinline__ void multiply_values(const Loaded<R, false> (&loaded)
                                                 const Table& table, unsigned x,
                                                 float (&sums)[TILES][4]) {
     Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
+    typename Loaded<R, false>::Scales scales[TILES];
 #pragma unroll
-    for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
+    for (int t = 0; t < TILES; t++) {
+        split<R>(loaded[t].codes, codes[t]);
+        scales[t] = loaded[t].scales();
+    }
+    Scales of_group[TILES];
 #pragma unroll
     for (int i = 0; i < COLUMNS / (2 * STEP); i++) {
         unsigned b[4];
@@ -27,8 +32,10 @@ __device__ __forceinline__ void multiply_values(const Loaded<R, false> (&loaded)
         for (int s = 0; s < 2; s++)
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
+                const int step = 2 * i + s;
+                if (step * STEP % R::GROUP == 0) of_group[t] = scales[t].of(step);
                 unsigned a[4];
-                operand<R>(codes[t][i], s, loaded[t].scales(2 * i + s), table, a);
+                operand<R>(codes[t][i], s, of_group[t], table, a);
                 ptx::mma<__nv_bfloat16>(sums[t], a, b[2 * s], b[2 * s + 1]);
             }
     }

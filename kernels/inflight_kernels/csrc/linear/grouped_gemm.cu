@@ -165,10 +165,13 @@ __global__ void grouped_dequantize(const unsigned char* records, const grouped::
     const Reader<R> reader = {ptx::shared_address(record), lane};
     Codes<R> codes[COLUMNS / (2 * STEP)];
     reader.read(codes);
+    const auto scales = reader.scales();
+    Scales of_group;
 #pragma unroll
     for (int step = 0; step < COLUMNS / STEP; step++) {
+        if (step * STEP % R::GROUP == 0) of_group = scales.of(step);
         unsigned a[4];
-        operand<R>(codes[step / 2], step % 2, reader.scales(step), table, a);
+        operand<R>(codes[step / 2], step % 2, of_group, table, a);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int row = lane / 4 + i % 2 * 8, column = step * STEP + i / 2 * 8 + lane % 4 * 2;

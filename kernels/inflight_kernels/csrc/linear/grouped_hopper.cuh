@@ -78,13 +78,16 @@ __device__ __forceinline__ void multiply_records(float (&acc)[SUMS], unsigned re
         const unsigned long long x = tokens + slot * (STAGE / 16);
         Codes<R> codes[STEPS / 2];
         reader.read(codes);
+        const auto scales = reader.scales();
+        Scales of_group;
         unsigned a[2][HALF][4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
             for (int s = 0; s < HALF; s++) {
                 const int step = half * HALF + s;
-                operand<R>(codes[step / 2], step % 2, reader.scales(step), table, a[half][s]);
+                if (step * STEP % R::GROUP == 0) of_group = scales.of(step);
+                operand<R>(codes[step / 2], step % 2, of_group, table, a[half][s]);
             }
             wgmma_fence();
 #pragma unroll

@@ -22,14 +22,14 @@ constexpr float LARGEST_OF_X = 32512.0f;  // its upper byte is 127
 constexpr int MIDDLE_BITS = 0x4b400000;
 constexpr float MIDDLE = 12582912.0f;  // 3 * 2^22
 
-// c [16, 8] = (starts ? MIDDLE_BITS : c) + a @ b, of bytes without and with a sign: a [16, 32], of
+// c [16, 8] = (starts ? start : c) + a @ b, of bytes without and with a sign: a [16, 32], of
 // which a lane has four words, or [16, 16] with two.
 template <int WORDS>
 __device__ __forceinline__ void mma_bytes(int (&c)[4], const unsigned* a, const unsigned* b,
-                                          bool starts) {
+                                          bool starts, int start) {
     int from[4];
 #pragma unroll
-    for (int e = 0; e < 4; e++) from[e] = starts ? MIDDLE_BITS : c[e];
+    for (int e = 0; e < 4; e++) from[e] = starts ? start : c[e];
     if constexpr (WORDS == 4)
         asm volatile(
             "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
@@ -125,9 +125,9 @@ __device__ __forceinline__ void convert(const float (&x)[LANE_COLUMNS], unsigned
     }
 }
 
-// The number that is taken from a code, as `bytes_of` has it.
+// The number that is subtracted from a byte of `bytes_of`.
 template <class R>
-constexpr float CODE_MIDDLE = 1 << (R::BITS - 1);
+constexpr float BYTE_MIDDLE = 1 << (R::BITS - 1);
 
 // A lane's codes of 32 columns as the left operand: the rows g and g + 8 of each step.
 template <class R>
@@ -143,8 +143,7 @@ __device__ __forceinline__ void bytes_of(const Codes<R>& codes, unsigned (&to)[4
         } else {
             to[i] = codes.words[step] >> i % 2 * 4 & 0x0f0f0f0fu;
             if constexpr (R::CODES == INT6)
-                to[i] = and_or(i < 2 ? codes.words[2] << 4 - 2 * i : codes.words[2] >> 2 * i - 4,
-                               0x30303030u, to[i]);
+                to[i] = and_or(rotated(codes.words[2], i % 2 * 4 + 2 * step, 0), 0x30303030u, to[i]);
         }
     }
 }
@@ -159,18 +158,19 @@ struct Pair {
 
 // Adds what is multiplied with the sums of x over a record's groups.
 template <class R, int TILES>
-__device__ __forceinline__ void add_middles(const Loaded<R, true> (&loaded)[TILES],
-                                            const PlanesOfX& planes, float (&sums)[TILES][4]) {
-    using L = Loaded<R, true>;
+__device__ __forceinline__ void add_middles(
+    const typename Loaded<R, true>::Scales (&scales)[TILES], const PlanesOfX& planes,
+    float (&sums)[TILES][4]) {
+    using L = typename Loaded<R, true>::Scales;
     const int lane = threadIdx.x % 32, p = lane % 4;
-    if constexpr (!L::SHARES) {
+    if constexpr (L::GROUPS == R::GROUPS) {
         const float2 of_x = *reinterpret_cast<const float2*>(planes.sums + 2 * p);
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-            const Pair scales(loaded[t].words[0]);
-            const Pair minimums(R::MINIMUMS ? loaded[t].words[R::GROUP_WORDS - 1] : 0);
-            const float upper = fmaf(-CODE_MIDDLE<R>, scales.first, minimums.first);
-            const float lower = fmaf(-CODE_MIDDLE<R>, scales.second, minimums.second);
+            const Pair factors(scales[t].words[0]);
+            const Pair minimums(R::MINIMUMS ? scales[t].words[R::GROUP_WORDS - 1] : 0);
+            const float upper = fmaf(-BYTE_MIDDLE<R>, factors.first, minimums.first);
+            const float lower = fmaf(-BYTE_MIDDLE<R>, factors.second, minimums.second);
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 sums[t][e] = fmaf(e / 2 ? lower : upper, e % 2 ? of_x.y : of_x.x, sums[t][e]);
@@ -189,15 +189,115 @@ __device__ __forceinline__ void add_middles(const Loaded<R, true> (&loaded)[TILE
 #pragma unroll
                 for (int slot = 0; slot < 2 && i + slot < L::WORDS; slot++) {
                     const int word = i + slot;
-                    const Pair values(loaded[t].words[word]);
+                    const Pair values(scales[t].words[word]);
                     left[2 * slot] = values.first, left[2 * slot + 1] = values.second;
-                    const float factor = word % L::PER_GROUP ? 1.0f : -CODE_MIDDLE<R>;
+                    const float factor = word % L::PER_GROUP ? 1.0f : -BYTE_MIDDLE<R>;
                     right[slot] = factor * of_groups[word / L::PER_GROUP];
                 }
                 mma_tf32(sums[t], left, right[0], right[1]);
             }
     }
 }
+
+// Adds products of groups with floats as scales to sums of 16 rows by 8 columns, in fragments.
+template <class R, int TILES>
+struct FloatScales {
+    static constexpr int START = MIDDLE_BITS;  // of a group's sums
+
+    typename Loaded<R, true>::Scales scales[TILES];
+    float factors[2];  // of this lane's two columns
+    float (&sums)[TILES][4];
+
+    __device__ __forceinline__ FloatScales(const Loaded<R, true> (&loaded)[TILES], float2 factors,
+                                           float (&sums)[TILES][4])
+        : factors{factors.x, factors.y}, sums(sums) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++) scales[t] = loaded[t].scales();
+    }
+
+    __device__ __forceinline__ void add(int t, int group, const int (&found)[4]) {
+        const Pair of_group(scales[t].word(group));
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float factor = factors[e % 2];
+            const float sum = fmaf(__int_as_float(found[e]), factor, -MIDDLE * factor);
+            sums[t][e] = fmaf(e / 2 ? of_group.second : of_group.first, sum, sums[t][e]);
+        }
+    }
+
+    __device__ __forceinline__ void finish(const PlanesOfX& planes) {
+        add_middles<R, TILES>(scales, planes, sums);
+    }
+};
+
+// The same with integers as scales, whose products are added as integers: less than 2^28. Units
+// multiply sums of a record.
+template <class R, int TILES>
+struct IntegerScales {
+    static constexpr int START = 0;
+    static constexpr int GROUPS = R::GROUPS / 4, PER_GROUP = 2 * R::GROUP_WORDS;  // bytes
+
+    const Loaded<R, true> (&loaded)[TILES];
+    float factors[2];
+    float (&sums)[TILES][4];
+    int totals[TILES][4] = {};
+    unsigned words[TILES];
+
+    __device__ __forceinline__ IntegerScales(const Loaded<R, true> (&loaded)[TILES],
+                                             float2 factors, float (&sums)[TILES][4])
+        : loaded(loaded), factors{factors.x, factors.y}, sums(sums) {}
+
+    __device__ __forceinline__ void add(int t, int group, const int (&found)[4]) {
+        const int place = group % GROUPS * PER_GROUP;
+        if (place % 4 == 0)
+            words[t] = __shfl_sync(FULL_WARP, loaded[t].words[place / 4], group / GROUPS, 4);
+#pragma unroll
+        for (int e = 0; e < 4; e++) totals[t][e] += found[e] * signed_byte(words[t], place % 4 + e / 2);
+    }
+
+    // Minimums, or without any what codes count from, are products with the sums of x.
+    __device__ __forceinline__ void finish(const PlanesOfX& planes) {
+        constexpr float FACTOR = R::MINIMUMS ? 1.0f : -BYTE_MIDDLE<R>;
+        const int lane = threadIdx.x % 32, p = lane % 4;
+        float of_groups[2] = {};
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++)
+            of_groups[i] = FACTOR * planes.sums[(p * GROUPS + i) * 8 + lane / 4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            float left[4] = {}, others[4] = {};
+#pragma unroll
+            for (int i = 0; i < 2 * GROUPS; i++) {
+                const int place = i / 2 * PER_GROUP + PER_GROUP - 2 + i % 2;
+                left[i] = static_cast<float>(signed_byte(loaded[t].words[place / 4], place % 4));
+            }
+            mma_tf32(others, left, of_groups[0], of_groups[1]);
+            float units[R::UNIT_WORDS][2];
+#pragma unroll
+            for (int i = 0; i < R::UNIT_WORDS; i++)
+                Word<__half>::unpack(loaded[t].units[i], units[i]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float total = static_cast<float>(totals[t][e]), factor = factors[e % 2];
+                if constexpr (R::MINIMUMS) {
+                    sums[t][e] = fmaf(total * factor, units[0][e / 2], sums[t][e]);
+                    sums[t][e] = fmaf(others[e], units[1][e / 2], sums[t][e]);
+                } else {
+                    sums[t][e] = fmaf(fmaf(total, factor, others[e]), units[0][e / 2], sums[t][e]);
+                }
+            }
+        }
+    }
+};
+
+template <class R, int TILES, bool UNITS = R::UNITS>
+struct ScalesOf {
+    using type = FloatScales<R, TILES>;
+};
+template <class R, int TILES>
+struct ScalesOf<R, TILES, true> {
+    using type = IntegerScales<R, TILES>;
+};
 
 // Adds the products of a record of each of TILES tiles to sums of 16 rows by 8 columns, in
 // fragments.
@@ -207,14 +307,14 @@ template <class R, int TILES>
 __device__ __forceinline__ void multiply_planes(const Loaded<R, true> (&loaded)[TILES], unsigned x,
                                                 const PlanesOfX& planes, float (&sums)[TILES][4]) {
     static_assert(R::CODES == INT4 || R::CODES == INT6 || R::CODES == INT8, "integers");
+    using Scales = typename ScalesOf<R, TILES>::type;
     constexpr int WORDS = R::GROUP == STEP ? 2 : 4;           // of the left operand
     constexpr int PER_GROUP = R::GROUP * 2 / (STEP * WORDS);  // products
     const int p = threadIdx.x % 4;
     Codes<R> codes[TILES][COLUMNS / (2 * STEP)];
 #pragma unroll
     for (int t = 0; t < TILES; t++) split<R>(loaded[t].codes, codes[t]);
-    const float2 both = *reinterpret_cast<const float2*>(planes.factors + 2 * p);
-    const float factors[2] = {both.x, both.y};  // of this lane's two columns
+    Scales scales(loaded, *reinterpret_cast<const float2*>(planes.factors + 2 * p), sums);
     int found[TILES][4];
     unsigned a[TILES][4], b[4];
 #pragma unroll
@@ -224,21 +324,13 @@ __device__ __forceinline__ void multiply_planes(const Loaded<R, true> (&loaded)[
         for (int t = 0; t < TILES; t++) {
             if (word % 4 == 0) bytes_of<R>(codes[t][word / 4], a[t]);
             mma_bytes<WORDS>(found[t], a[t] + word % 4, b + word / 2 % 4,
-                             word / WORDS % PER_GROUP == 0);
+                             word / WORDS % PER_GROUP == 0, Scales::START);
         }
         if (word / WORDS % PER_GROUP != PER_GROUP - 1) continue;
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            const Pair scales(loaded[t].scales_of(word / WORDS / PER_GROUP));
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float factor = factors[e % 2];
-                const float sum = fmaf(__int_as_float(found[t][e]), factor, -MIDDLE * factor);
-                sums[t][e] = fmaf(e / 2 ? scales.second : scales.first, sum, sums[t][e]);
-            }
-        }
+        for (int t = 0; t < TILES; t++) scales.add(t, word / WORDS / PER_GROUP, found[t]);
     }
-    add_middles<R, TILES>(loaded, planes, sums);
+    scales.finish(planes);
 }
 
 }  // namespace grouped

@@ -374,7 +374,8 @@ struct Codes {
         const grouped::Reader<R> reader = {slot, static_cast<int>(threadIdx.x) % 32};
         grouped::Codes<R> codes[grouped::COLUMNS / (2 * grouped::STEP)];
         reader.read(codes);
-        grouped::Scales scales;
+        const auto scales = reader.scales();
+        grouped::Scales of_group;
         float others[4] = {};  // of every second step, as each product waits for the one before
 #pragma unroll
         for (int step = 0; step < grouped::COLUMNS / grouped::STEP; step += 2) {
@@ -382,9 +383,9 @@ struct Codes {
             ptx::load_matrices(values, own.row + first + step * grouped::STEP * 2);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                if ((step + i) * grouped::STEP % R::GROUP == 0) scales = reader.scales(step + i);
+                if ((step + i) * grouped::STEP % R::GROUP == 0) of_group = scales.of(step + i);
                 unsigned rows[4];
-                grouped::operand<R>(codes[step / 2], i, scales, table, rows);
+                grouped::operand<R>(codes[step / 2], i, of_group, table, rows);
                 mma<X>(i ? others : sums, rows, values[2 * i], values[2 * i + 1]);
             }
         }
@@ -398,9 +399,9 @@ template <typename Type, int ROWS>
 struct WeightOfType {
     using type = Values<Type, ROWS>;
 };
-template <int CODES, int GROUP, bool MINIMUMS, int ROWS>
-struct WeightOfType<grouped::Records<CODES, GROUP, MINIMUMS>, ROWS> {
-    using type = Codes<grouped::Records<CODES, GROUP, MINIMUMS>>;
+template <int CODES, int GROUP, bool MINIMUMS, bool UNITS, int ROWS>
+struct WeightOfType<grouped::Records<CODES, GROUP, MINIMUMS, UNITS>, ROWS> {
+    using type = Codes<grouped::Records<CODES, GROUP, MINIMUMS, UNITS>>;
 };
 template <typename Type, int ROWS>
 using WeightOf = typename WeightOfType<Type, ROWS>::type;

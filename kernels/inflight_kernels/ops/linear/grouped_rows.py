@@ -2,7 +2,8 @@
 
 csrc/linear/grouped.cuh says how a matrix lies in memory. Its values are code * scale + minimum,
 rounded to bfloat16, as are scales and minimums. Kernels multiply with these, or, where codes are
-multiplied as integers, with values that are not rounded.
+multiplied as integers, with values that are not rounded. Scales and minimums of GGUF's K types are
+kept as they are in the file: integers of 8 bits times a unit.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight_kernels.ops.linear import record_scales
+from inflight_kernels.ops.linear.record_scales import Multiples, Units
 from inflight_kernels.runtime.launch import check
 
-RECORD_ROWS, RECORD_COLUMNS = 16, 128
+RECORD_ROWS, RECORD_COLUMNS = record_scales.ROWS, record_scales.COLUMNS
 """Of a record, as in grouped.cuh."""
 
 _STEP = 16
@@ -37,6 +41,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_UNIT = 2.0**126
 _LARGEST_E2M1_SCALE = 2.0
 
+# With units, decoded codes are themselves times 2^-130 and 2^-132, and scales have the inverse.
+_LARGEST_BFLOAT16 = (2 - 2**-7) * 2.0**127
+_LARGEST_SCALES = {INT4: _LARGEST_BFLOAT16 * 2.0**-130, INT6: _LARGEST_BFLOAT16 * 2.0**-132}
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedKind:
@@ -46,21 +54,30 @@ class GroupedKind:
         codes: INT4, E2M1, TABLE, INT8 or INT6.
         group: columns with a scale in common.
         minimums: whether groups have a minimum as well.
+        units: whether scales and minimums are integers of 8 bits times a unit of a row's
+            RECORD_COLUMNS columns, in float16.
     """
 
     codes: int
     group: int
     minimums: bool
+    units: bool = False
 
     @property
     def name(self) -> str:
         """The C++ type of the records."""
-        return f"grouped::Records<{self.codes}, {self.group}, {str(self.minimums).lower()}>"
+        flags = f"{self.minimums}, {self.units}".lower()
+        return f"grouped::Records<{self.codes}, {self.group}, {flags}>"
 
     @property
     def bits(self) -> int:
         """Of a code."""
         return _BITS[self.codes]
+
+    @property
+    def zero(self) -> int:
+        """The code of 4 or 6 bits that stands for 0 where there is no minimum."""
+        return 0 if self.units and self.minimums else 1 << self.bits - 1
 
     @property
     def is_integer(self) -> bool:
@@ -70,7 +87,9 @@ class GroupedKind:
 
     @property
     def record_bytes(self) -> int:
-        return self.code_bytes + RECORD_COLUMNS // self.group * (64 if self.minimums else 32)
+        factors = RECORD_ROWS * (2 if self.minimums else 1)
+        groups = RECORD_COLUMNS // self.group
+        return self.code_bytes + factors * (groups + 2 if self.units else 2 * groups)
 
     @property
     def code_bytes(self) -> int:
@@ -78,11 +97,22 @@ class GroupedKind:
         return RECORD_ROWS * RECORD_COLUMNS * self.bits // 8
 
 
-KINDS = tuple(
-    GroupedKind(codes, group, minimums)
-    for codes in _BITS
-    for group in _GROUPS[codes]
-    for minimums in ((False,) if codes in (E2M1, TABLE) else (False, True))
+_IN_UNITS = (
+    GroupedKind(INT4, 16, minimums=True, units=True),  # Q2_K, Q3_K
+    GroupedKind(INT4, 32, minimums=True, units=True),  # Q4_K
+    GroupedKind(INT6, 32, minimums=True, units=True),  # Q5_K
+    GroupedKind(INT6, 16, minimums=False, units=True),  # Q6_K
+    GroupedKind(INT6, 16, minimums=True, units=True),  # of Q4_K or Q5_K and Q6_K
+)
+
+KINDS = (
+    *(
+        GroupedKind(codes, group, minimums)
+        for codes in _BITS
+        for group in _GROUPS[codes]
+        for minimums in ((False,) if codes in (E2M1, TABLE) else (False, True))
+    ),
+    *_IN_UNITS,
 )
 """All that kernels are compiled for."""
 
@@ -153,6 +183,7 @@ def pack(
     minimums: Tensor | None = None,
     zero: int = 0,
     levels: Tensor | None = None,
+    units: Units | None = None,
 ) -> GroupedRows:
     """A matrix (level(code) - zero) * scale + minimum; see `can_pack`.
 
@@ -163,6 +194,8 @@ def pack(
         minimums: as scales; None for 0.
         zero: subtracted from a code's level.
         levels: [16] float32, the values of codes of 4 bits; None if a code is its own value.
+        units: of scales and minimums, which are kept as integers if kernels take them; None if
+            there are none.
     """
     (n, k), group = codes.shape, codes.shape[1] // scales.shape[1]
     which = next(kept for kept in (INT4, INT6, INT8) if bits <= _BITS[kept])
@@ -172,42 +205,85 @@ def pack(
         zero = middle
     kept = _kept_group(which, group)
     kind = GroupedKind(which, kept, minimums is not None or zero != middle)
+    multiples = None
+    if units is not None and replace(kind, units=True) in KINDS:
+        multiples = _multiples(scales, minimums, zero, units, kind, k)
+        kind = replace(kind, units=multiples is not None)
     if codes.is_meta:  # torch would import its compiler to compute there, which takes seconds
         size = (*_num_records(n, k), kind.record_bytes)
         records = torch.empty(size, dtype=torch.uint8, device="meta")
         return GroupedRows(records, kind, n, k, table)
     if which == INT8:
         codes = codes - middle  # modulo 256: as signed bytes
-    elif which == INT6:
-        codes = codes + ((1 << _BITS[INT6] - 1) - middle)
-    if zero != middle:  # numbers are distances from the middle
-        moved = (middle - zero) * scales
-        minimums = moved if minimums is None else minimums + moved
-    factors = scales * (factor * _E2M1_UNIT if which == E2M1 else 1.0)
-    parts = [_packed_codes(codes, which), _packed_scales(factors, minimums, k, kept)]
+    elif which == INT6 and kind.zero:
+        codes = codes + (kind.zero - middle)
+    parts = [_packed_codes(codes, which)]
+    if multiples is not None:
+        parts.append(record_scales.packed(multiples.integers, k, kept))
+        parts.append(record_scales.packed(multiples.units, k, RECORD_COLUMNS))
+    else:
+        if zero != middle:  # numbers are distances from the middle
+            moved = (middle - zero) * scales
+            minimums = moved if minimums is None else minimums + moved
+        factors = scales * (factor * _E2M1_UNIT if which == E2M1 else 1.0)
+        numbers = [one.to(torch.bfloat16) for one in (factors, minimums) if one is not None]
+        parts.append(record_scales.packed(numbers, k, kept))
     return GroupedRows(torch.cat(parts, 2), kind, n, k, table)
+
+
+def _multiples(
+    scales: Tensor, minimums: Tensor | None, zero: int, units: Units, kind: GroupedKind, k: int
+) -> Multiples | None:
+    """The scales of a matrix, and the minimums of codes that count from 0 if the kind has any; None
+    if kernels do not take them as such."""
+    if kind.minimums and minimums is None:
+        minimums, units = -zero * scales, Units(units.scales, -zero * units.scales)
+    elif kind.minimums and zero:
+        return None
+    largest = _LARGEST_SCALES[kind.codes]
+    return record_scales.multiples(scales, minimums, units, k, largest)
+
+
+def without_units(matrix: GroupedRows) -> GroupedRows:
+    """The same matrix with scales in bfloat16."""
+    kind = replace(matrix.kind, units=False)
+    if kind == matrix.kind:
+        return matrix
+    factors = _factors(matrix)
+    if kind.minimums:  # codes count from the middle
+        factors[1] += kind.zero * factors[0]
+    columns = matrix.records.shape[1] * RECORD_COLUMNS
+    numbers = record_scales.packed(list(factors.to(torch.bfloat16)), columns, kind.group)
+    records = torch.cat([matrix.records[:, :, : kind.code_bytes], numbers], 2)
+    return GroupedRows(records, kind, matrix.n, matrix.k)
 
 
 def dequantized(matrix: GroupedRows) -> Tensor:
     """[n, k] bfloat16, the values that kernels multiply with; slow, for tests."""
-    kind, (tiles, chunks, _) = matrix.kind, matrix.records.shape
-    raw = matrix.records
-    codes = _unpacked_codes(raw[:, :, : kind.code_bytes].contiguous(), kind.codes)
-    words = raw[:, :, kind.code_bytes :].contiguous().view(torch.bfloat16)
-    # [tiles, chunks, 8, groups, scale or minimum, upper or lower]
-    parts = words.view(tiles, chunks, 8, -1, 1 + kind.minimums, 2).permute(4, 0, 5, 2, 1, 3)
-    factors = parts.reshape(1 + kind.minimums, tiles * RECORD_ROWS, -1).float()
-    values = _values(codes, matrix)
-    wide = factors.repeat_interleave(kind.group, 2)
-    values = values * wide[0] + (wide[1] if kind.minimums else 0.0)
+    kind = matrix.kind
+    codes = _unpacked_codes(matrix.records[:, :, : kind.code_bytes].contiguous(), kind.codes)
+    factors = _factors(matrix).to(torch.bfloat16).float().repeat_interleave(kind.group, 2)
+    values = _values(codes, matrix) * factors[0] + (factors[1] if kind.minimums else 0.0)
     return values[: matrix.n, : matrix.k].to(torch.bfloat16)
+
+
+def _factors(matrix: GroupedRows) -> Tensor:
+    """Scales, and minimums if there are, [1 or 2, rows, groups] float32, of whole records."""
+    kind = matrix.kind
+    raw, count = matrix.records[:, :, kind.code_bytes :], 1 + kind.minimums
+    if not kind.units:
+        return record_scales.unpacked(raw, count, torch.bfloat16)
+    size = 2 * RECORD_ROWS * count
+    integers = record_scales.unpacked(raw[:, :, :-size], count, torch.int8)
+    units = record_scales.unpacked(raw[:, :, -size:], count, torch.float16)
+    return integers * units.repeat_interleave(RECORD_COLUMNS // kind.group, 2)
 
 
 def _values(codes: Tensor, matrix: GroupedRows) -> Tensor:
     """[n, k] float32 of codes without scales, as kernels decode them."""
     which = matrix.kind.codes
     if which in (INT4, INT6):
-        return codes.float() - (1 << _BITS[which] - 1)
+        return codes.float() - matrix.kind.zero
     if which == INT8:
         return codes.view(torch.int8).float()
     if which == TABLE:
@@ -304,25 +380,30 @@ def _unpacked_nibbles(packed: Tensor) -> Tensor:
 def _packed_upper_bits(fragments: Tensor) -> Tensor:
     """Two bits of each code: a lane's word of two steps, as grouped.cuh says."""
     tiles, chunks, steps = fragments.shape[:3]
-    # [.., pair of steps, step, lane, half of columns, half of rows, which of a pair]
-    split = fragments.view(tiles, chunks, steps // 2, 2, 32, 2, 2, 2)
-    total = torch.zeros_like(split[:, :, :, 0, :, :, 0])
-    for step in range(2):
-        for half in range(2):
-            total |= split[:, :, :, step, :, :, half] << 4 * step + 2 * half
-    # [.., pair of steps, lane, bytes] -> by lane
-    return total.transpose(4, 5).flatten(4).transpose(2, 3).reshape(tiles, chunks, -1)
+    split = fragments.view(tiles, chunks, steps // 2, 2, 32, 4, 2)
+    words = torch.zeros_like(split[:, :, :, 0, :, 0, 0], dtype=torch.int64)
+    for step, pair, half in np.ndindex(2, 4, 2):
+        bits = split[:, :, :, step, :, pair, half].to(torch.int64)
+        words |= bits << _upper_place(step, pair, half)
+    # [.., pair of steps, lane] -> by lane
+    by_lane = words.to(torch.int32).transpose(2, 3).contiguous()
+    return by_lane.view(torch.uint8).reshape(tiles, chunks, -1)
 
 
 def _unpacked_upper_bits(packed: Tensor) -> Tensor:
     """The inverse of `_packed_upper_bits`."""
     tiles, chunks, _ = packed.shape
     pairs = RECORD_COLUMNS // (2 * _STEP)
-    total = packed.view(tiles, chunks, 32, pairs, 2, 2).transpose(2, 3).transpose(4, 5)
-    rows = [
-        torch.stack([total >> 4 * step + 2 * half & 3 for half in (0, 1)], 5) for step in (0, 1)
-    ]
-    return torch.stack(rows, 3).reshape(tiles, chunks, 2 * pairs, 32, 4, 2)
+    words = packed.contiguous().view(torch.int32).view(tiles, chunks, 32, pairs).transpose(2, 3)
+    split = torch.empty((*words.shape[:3], 2, 32, 4, 2), dtype=torch.uint8, device=packed.device)
+    for step, pair, half in np.ndindex(2, 4, 2):
+        split[:, :, :, step, :, pair, half] = words >> _upper_place(step, pair, half) & 3
+    return split.view(tiles, chunks, 2 * pairs, 32, 4, 2)
+
+
+def _upper_place(step: int, pair: int, half: int) -> int:
+    """The bit of a word from which on a code has its upper ones."""
+    return (4 * pair + 4 + 2 * step + 16 * half) % 32
 
 
 def _spread_e2m1(fragments: Tensor) -> Tensor:
@@ -362,21 +443,3 @@ def _unpacked_codes(packed: Tensor, which: int) -> Tensor:
     if which == INT6:
         codes = codes | _unpacked_upper_bits(packed[:, :, size:].contiguous()) << 4
     return _from_fragments(codes)
-
-
-def _packed_scales(scales: Tensor, minimums: Tensor | None, k: int, group: int) -> Tensor:
-    """[tiles, chunks, bytes] of scales [n, groups], and of minimums if there are."""
-    n, given = scales.shape
-    parts = []
-    for factors in (scales, *(() if minimums is None else (minimums,))):
-        wide = factors.to(torch.bfloat16)
-        count = RECORD_COLUMNS // group
-        if given == 1:  # of all columns
-            wide = wide.expand(n, -(-k // group))
-        else:
-            wide = wide.repeat_interleave(k // given // group, 1)
-        padded = _padded(wide, RECORD_ROWS, count)
-        tiles, chunks = len(padded) // RECORD_ROWS, padded.shape[1] // count
-        split = padded.view(tiles, 2, 8, chunks, count)
-        parts.append(split.permute(0, 3, 2, 4, 1))  # [tiles, chunks, 8, groups, halves]
-    return torch.stack(parts, 4).reshape(*parts[0].shape[:2], -1).contiguous().view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from inflight_kernels.ops.linear import grouped_rows
 from inflight_kernels.ops.linear.grouped_rows import (
+    BOX_TILES,
     E2M1,
     E2M1_VALUES,
     INT4,
@@ -27,7 +29,9 @@ from inflight_kernels.ops.linear.grouped_rows import (
     can_pack,
     dequantized,
     pack,
+    without_units,
 )
+from inflight_kernels.ops.linear.record_scales import Units
 from inflight_kernels.runtime.recording import record_launches
 from mma_fragments import LANES, left
 
@@ -44,6 +48,11 @@ BITS = {INT4: 4, E2M1: 4, TABLE: 4, INT8: 8, INT6: 6}
 LEVELS = {INT4: None, INT6: None, INT8: None, E2M1: E2M1_LEVELS, TABLE: NF4_LEVELS}
 
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+IN_UNITS = [kind for kind in KINDS if kind.units]
+each_without_units = pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if not kind.units], ids=lambda kind: kind.name
+)
+each_in_units = pytest.mark.parametrize("kind", IN_UNITS, ids=lambda kind: kind.name)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -66,11 +75,42 @@ def packed(
     """A matrix of this kind, and the values [n, k] that kernels multiply with."""
     bits, levels, group = BITS[kind.codes], LEVELS[kind.codes], group or kind.group
     codes, middle = random_codes(n, k, bits), 1 << bits - 1
+    if kind.units:
+        return packed_in_units(kind, codes)
     scales = drawn_scales(1, n, k // group)
     minimums = drawn(2, n, k // group) if kind.minimums else None
     zero = 0 if levels is not None else 3 if kind.minimums else middle
     found = pack(codes, bits, scales, minimums, zero, levels)
     return found, expected(codes, bits, scales, minimums, zero, levels)
+
+
+def drawn_multiples(seed: int, n: int, k: int, group: int) -> tuple[Tensor, Tensor]:
+    """Integers of 8 bits [n, k / group] times units, and the units [n, k / 128]."""
+    generator = torch.Generator().manual_seed(seed)
+    units = (drawn_scales(seed, n, k // RECORD_COLUMNS) / 4096).half().float()
+    integers = torch.randint(-128, 128, (n, k // group), generator=generator)
+    return integers * units.repeat_interleave(RECORD_COLUMNS // group, 1), units
+
+
+def packed_in_units(kind: GroupedKind, codes: Tensor) -> tuple[GroupedRows, Tensor]:
+    """Codes of a matrix without minimums count from the middle, of others from 0; numbers are
+    rounded as others are."""
+    bits, zero = kind.bits, 0 if kind.minimums else 1 << kind.bits - 1
+    scales, of_scales = drawn_multiples(1, *codes.shape, kind.group)
+    minimums, of_minimums = drawn_multiples(2, *codes.shape, kind.group)
+    found = pack(
+        codes,
+        bits,
+        scales,
+        minimums if kind.minimums else None,
+        zero,
+        units=Units(of_scales, of_minimums if kind.minimums else None),
+    )
+    wide, low = (
+        one.bfloat16().double().repeat_interleave(kind.group, 1)
+        for one in (scales, minimums * kind.minimums)
+    )
+    return found, ((codes.double() - zero) * wide + low).bfloat16()
 
 
 def expected(
@@ -106,7 +146,7 @@ def test_values_are_those_of_the_formula(kind: GroupedKind, n: int, k: int) -> N
     assert torch.equal(dequantized(found), values)
 
 
-@each_kind
+@each_without_units
 def test_rounding_is_all_that_changes_values(kind: GroupedKind) -> None:
     bits, levels = BITS[kind.codes], LEVELS[kind.codes]
     codes, zero = random_codes(32, 256, bits), 0 if levels is not None else 5
@@ -130,7 +170,7 @@ def test_rounding_is_all_that_changes_values(kind: GroupedKind) -> None:
     assert ((found - exact).abs() <= bound).all()
 
 
-@each_kind
+@each_without_units
 @pytest.mark.parametrize(("n", "k"), [(5, 16), (24, 144), (17, 240), (1, 400)])
 def test_rows_and_columns_that_fill_no_record_are_padded_with_scales_of_0(
     kind: GroupedKind, n: int, k: int
@@ -188,6 +228,113 @@ def test_codes_are_kept_in_4_6_or_8_bits(bits: int, kept: int) -> None:
     assert torch.equal(dequantized(found), expected(codes, bits, scales, zero=2))
     without = pack(codes, bits, scales, zero=1 << max(bits, 4) - 1)
     assert without.kind == GroupedKind(found.kind.codes, 32, False)
+
+
+# ---------------------------------------------------------------- integers times units
+
+
+@each_in_units
+def test_the_same_values_with_scales_in_bfloat16(kind: GroupedKind) -> None:
+    found, _ = packed(kind, 40, 384)
+    wide = without_units(found)
+    assert wide.kind == replace(kind, units=False) and wide.kind in KINDS
+    # A minimum of codes that count from the middle is another number, and rounded as such.
+    bound = 2.0**-7 * dequantized(found).double().abs().max()
+    assert (dequantized(wide).double() - dequantized(found).double()).abs().max() <= bound
+    assert without_units(wide) is wide
+
+
+@each_in_units
+@pytest.mark.parametrize("n", [5, 24, 16])
+def test_rows_that_fill_no_record_in_units_are_padded_with_zeros(kind: GroupedKind, n: int) -> None:
+    found, values = packed(kind, n, 256)
+    tiles = -(-n // RECORD_ROWS)
+    whole = dequantized(GroupedRows(found.records, kind, tiles * RECORD_ROWS, 256))
+    assert torch.equal(whole[:n], values) and whole[n:].count_nonzero() == 0
+
+
+@each_in_units
+def test_records_in_units_without_memory_are_as_large_as_those_with_it(kind: GroupedKind) -> None:
+    found, _ = packed(kind, 40, 256)
+    codes = torch.empty(40, 256, dtype=torch.uint8, device="meta")
+    scales = torch.empty(40, 256 // kind.group, device="meta")
+    units = torch.empty(40, 1, device="meta")
+    shaped = pack(
+        codes,
+        kind.bits,
+        scales,
+        scales if kind.minimums else None,
+        0 if kind.minimums else 1 << kind.bits - 1,
+        units=Units(units, units if kind.minimums else None),
+    )
+    assert shaped.kind == kind and shaped.records.shape == found.records.shape
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(4, 4), (4, 0), (5, 16), (6, 8)])
+def test_what_codes_count_from_becomes_a_minimum(bits: int, zero: int) -> None:
+    """As Q3_K's zero, which is not in the middle of 4 bits."""
+    codes = random_codes(24, 256, bits)
+    scales, units = drawn_multiples(5, 24, 256, 16)
+    found = pack(codes, bits, scales, zero=zero, units=Units(units, None))
+    kept = INT4 if bits == 4 else INT6
+    # 5 bits that count from their middle are 6 bits that do.
+    assert found.kind == GroupedKind(kept, 16, minimums=(bits, zero) != (5, 16), units=True)
+    wide = scales.double().repeat_interleave(16, 1)
+    rounded = scales.bfloat16().double().repeat_interleave(16, 1)
+    exact = (codes.double() - zero) * wide
+    bound = 1.01 * 2.0**-8 * ((codes.double() * rounded).abs() + zero * wide.abs() + exact.abs())
+    assert ((dequantized(found).double() - exact).abs() <= bound).all()
+
+
+LARGEST = 2.0**-2  # of a scale of 4 bits, but for its last bit
+
+
+@pytest.mark.parametrize(
+    ("change", "is_kept"),
+    [
+        (lambda scales, units: (scales, units), True),
+        (lambda scales, units: (scales * 0, units * 0), True),
+        (lambda scales, units: (scales * 1.01, units), False),  # no multiples
+        (lambda scales, units: (scales * 4, units), False),  # by more than 8 bits
+        (lambda scales, units: (scales * 1.0003, units * 1.0003), False),  # no float16
+        (lambda scales, units: (scales * 2.0**16, units * 2.0**16), False),  # too large
+        (lambda scales, units: (scales, units.repeat_interleave(2, 1)), True),
+        (lambda scales, units: (scales, units.repeat_interleave(4, 1)), False),  # within records
+    ],
+)
+def test_what_is_no_integer_times_a_unit_stays_a_number(change: Any, is_kept: bool) -> None:
+    codes = random_codes(16, 256, 4)
+    scales, of_records = drawn_multiples(6, 16, 256, 32)
+    units = of_records[:, :1]  # of both records
+    scales = (scales / of_records.repeat_interleave(4, 1)).round() * units
+    scales, units = change(scales, units)
+    minimums = torch.zeros_like(scales)
+    found = pack(codes, 4, scales, minimums, units=Units(units, torch.ones_like(units)))
+    assert found.kind == GroupedKind(INT4, 32, minimums=True, units=is_kept)
+    rounded = expected(codes, 4, scales, minimums)
+    bound = 2.0**-6 * max(1e-9, float(rounded.abs().max()))
+    assert (dequantized(found).double() - rounded.double()).abs().max() <= bound
+
+
+def test_the_largest_scale_in_units() -> None:
+    """Times 2^130 it is the largest number of bfloat16."""
+    codes = random_codes(16, 128, 4)
+    for scale, is_kept in ((LARGEST * (1 - 2.0**-8), True), (LARGEST, False)):
+        units = torch.full((16, 1), scale / 64)
+        found = pack(codes, 4, units * torch.full((16, 4), 64.0), zero=0, units=Units(units, None))
+        assert found.kind.units == is_kept
+        assert dequantized(found).isfinite().all()
+
+
+def test_minimums_beside_a_zero_and_wide_groups_are_numbers() -> None:
+    codes = random_codes(16, 256, 4)
+    scales, units = drawn_multiples(7, 16, 256, 32)
+    both = Units(units, units)
+    assert not pack(codes, 4, scales, scales, zero=3, units=both).kind.units
+    assert not pack(codes, 4, scales, scales, units=Units(units, None)).kind.units
+    assert not pack(codes, 4, units, units, units=both).kind.units  # groups of 128
+    assert not pack(codes, 8, scales, scales, units=both).kind.units
+    assert not pack(codes, 4, scales, levels=E2M1_LEVELS, units=Units(units, None)).kind.units
 
 
 # ---------------------------------------------------------------- levels
@@ -259,7 +406,7 @@ def test_zero_is_subtracted_from_levels() -> None:
 # ---------------------------------------------------------------- memory
 
 
-@each_kind
+@each_without_units
 def test_records_without_memory_are_as_large_as_those_with_it(kind: GroupedKind) -> None:
     bits, levels, n, k = BITS[kind.codes], LEVELS[kind.codes], 40, 224
     codes = random_codes(n, k, bits)
@@ -297,8 +444,12 @@ def test_sizes_are_those_of_the_kernels() -> None:
     for kind in KINDS:
         assert kind.record_bytes % 16 == 0
         groups = RECORD_COLUMNS // kind.group
-        of_scales = RECORD_ROWS * groups * 2 * (1 + kind.minimums)
+        of_row = groups + 2 if kind.units else 2 * groups
+        of_scales = RECORD_ROWS * of_row * (1 + kind.minimums)
         assert kind.record_bytes == RECORD_ROWS * RECORD_COLUMNS * BITS[kind.codes] // 8 + of_scales
+        # Of Hopper's copies: two parts of vectors, and boxes that end on 128 bytes.
+        assert kind.record_bytes % 32 == 0 and kind.record_bytes // 2 <= 256 * 8
+        assert BOX_TILES * kind.record_bytes % 128 == 0
 
 
 def test_operands_of_another_shape_are_refused_by_name() -> None:
@@ -328,6 +479,10 @@ def lane_words(found: GroupedRows) -> Any:
     return np.concatenate([split, upper], 2)
 
 
+def rotated(words: Any, count: int) -> Any:
+    return words >> np.uint32(count) | words << np.uint32((32 - count) % 32)
+
+
 def decoded(kind: int, words: Any, step: int = 0) -> Any:
     """[lanes, 4, 2] of a step's words, as `grouped::decode`: pairs of numbers, or of bits of
     bfloat16."""
@@ -340,10 +495,9 @@ def decoded(kind: int, words: Any, step: int = 0) -> Any:
     else:
         pairs = [words[:, 0] >> 4 * i & 0x000F000F for i in range(4)]
     if kind == INT6:
-        places = [4 * (step % 2) + i % 2 * 2 + i // 2 * 8 for i in range(4)]
+        uppers = [rotated(words[:, 1], 4 * i + 4 + 2 * (step % 2)) for i in range(4)]
         pairs = [
-            pair | (words[:, 1] >> place & 0x00030003) << 4
-            for pair, place in zip(pairs, places, strict=True)
+            pair | (upper & 0x00030003) << 4 for pair, upper in zip(pairs, uppers, strict=True)
         ]
     return np.stack([np.stack([pair & 0xFFFF, pair >> 16], 1) for pair in pairs], 1)
 
@@ -377,9 +531,8 @@ def as_bytes(kind: int, first: Any, second: Any) -> Any:
         return np.stack([row.transpose(0, 2, 1).reshape(32, 4).copy() for row in rows])
     words = [step[:, 0] >> 4 * half & 0x0F0F0F0F for step in (first, second) for half in (0, 1)]
     if kind == INT6:
-        upper = first[:, 1]
-        shifted = [upper << 4, upper << 2, upper, upper >> 2]
-        words = [word | more & 0x30303030 for word, more in zip(words, shifted, strict=True)]
+        uppers = [rotated(first[:, 1], count) for count in (0, 4, 2, 6)]
+        words = [word | more & 0x30303030 for word, more in zip(words, uppers, strict=True)]
     return np.stack([word.view(np.uint8).reshape(32, 4) for word in words])
 
 
@@ -400,7 +553,7 @@ def test_lanes_find_their_codes_in_the_order_of_planes(kind: int) -> None:
                 assert rows[i, lane].tolist() == own[columns].tolist()
 
 
-@each_kind
+@each_without_units
 def test_lanes_find_the_scales_of_their_rows(kind: GroupedKind) -> None:
     found, _ = packed(kind, 16, 128)
     groups, width = 128 // kind.group, 2 if kind.minimums else 1
@@ -412,3 +565,22 @@ def test_lanes_find_the_scales_of_their_rows(kind: GroupedKind) -> None:
         for half in (0, 1):
             row = scales[g + 8 * half].bfloat16().float()
             assert torch.equal(by_place[g, :, 0, half], row)
+
+
+@each_in_units
+def test_lanes_find_the_integers_and_units_of_their_rows(kind: GroupedKind) -> None:
+    """Lane 4g + p has the words of the groups from p * groups / 4 on, of the rows g and g + 8."""
+    found, _ = packed(kind, 16, 128)
+    raw, width = found.records[0, 0, kind.code_bytes :], 2 if kind.minimums else 1
+    groups = 128 // kind.group
+    integers = raw[: 16 * groups * width].view(torch.int8).view(32, groups // 4, width, 2)
+    units = raw[16 * groups * width :].view(torch.float16).view(8, width, 2)
+    for which in range(width):
+        numbers, of_rows = drawn_multiples(1 + which, 16, 128, kind.group)
+        wanted = numbers / of_rows
+        for lane in range(32):
+            g, p = lane // 4, lane % 4
+            for half in (0, 1):
+                row = wanted[g + 8 * half].view(4, -1)[p]
+                assert torch.equal(integers[lane, :, which, half].float(), row)
+                assert units[g, which, half] == of_rows[g + 8 * half, 0]
