@@ -5,6 +5,8 @@ Shapes: E experts, n rows of an expert's weight, k columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,9 @@ class ExpertStack:
         whole = self._whole
         if whole is None:
             return True
-        if not isinstance(whole, GroupedRows) or whole.kind != part.kind:
+        if not isinstance(whole, GroupedRows):
+            return False
+        if replace(whole.kind, units=False) != replace(part.kind, units=False):
             return False
         if whole.table is None or part.table is None or whole.table.is_meta:
             return True
@@ -89,6 +93,8 @@ class ExpertStack:
                 self._count, part.n, part.k, part.kind, device, part.table
             )
         assert isinstance(self._whole, GroupedRows), "as the experts before"
+        if self._whole.kind != part.kind:
+            self._whole, part = (grouped_rows.without_units(one) for one in (self._whole, part))
         tiles = len(part.records)
         self._whole.records[self._length * tiles :][:tiles].copy_(part.records)
         self._length += 1

@@ -36,7 +36,15 @@ def joined_records(
         return None
     if order is not None and not whole.codes.is_meta:  # see `matrix.quantize`
         whole = whole.rows(order.to(device))
-    return pack(whole.codes, whole.bits, whole.scales, whole.minimums, whole.zero, whole.levels)
+    return pack(
+        whole.codes,
+        whole.bits,
+        whole.scales,
+        whole.minimums,
+        whole.zero,
+        whole.levels,
+        whole.units,
+    )
 
 
 def _is_supported(matrix: GroupedMatrix) -> bool:

@@ -7,12 +7,15 @@ NVFP4, GGUF. A placement packs it for its kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
+
+from inflight_kernels.ops.linear.record_scales import Units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +31,8 @@ class GroupedMatrix:
         levels: [2 ** bits] float32, the values of codes; None if a code is its own value.
         columns: [k] int64, the column of the checkpoint's matrix that each column is, which is that
             of the input as well; None if they are in order. Every column occurs once.
+        units: if scales and minimums are integers times numbers of more columns, as in GGUF's K
+            types.
     """
 
     codes: Tensor
@@ -37,6 +42,7 @@ class GroupedMatrix:
     zero: int = 0
     levels: Tensor | None = None
     columns: Tensor | None = None
+    units: Units | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -76,33 +82,22 @@ class GroupedMatrix:
 
     def rows(self, index: Tensor) -> GroupedMatrix:
         """These rows [m], in this order."""
-        minimums = None if self.minimums is None else self.minimums.index_select(0, index)
-        codes, scales = self.codes.index_select(0, index), self.scales.index_select(0, index)
-        return self._like(codes, scales, minimums)
+        return self._each(lambda part: part.index_select(0, index))
 
     def split(self, rows: list[int]) -> list[GroupedMatrix]:
         """Consecutive parts with so many rows each; views."""
-        minimums: Sequence[Tensor | None] = [None] * len(rows)
-        if self.minimums is not None:
-            minimums = torch.split(self.minimums, rows)
-        parts = zip(
-            torch.split(self.codes, rows), torch.split(self.scales, rows), minimums, strict=True
-        )
-        return [self._like(*part) for part in parts]
+        slices = [
+            slice(end - count, end) for count, end in zip(rows, accumulate(rows), strict=True)
+        ]
+        return [self._each(partial(_at, at=one)) for one in slices]
 
     def column_parts(self, count: int) -> list[GroupedMatrix]:
         """So many parts with equal numbers of consecutive columns, which are whole groups of a
         matrix whose columns are in order; views."""
-        minimums: Sequence[Tensor | None] = [None] * count
-        if self.minimums is not None:
-            minimums = torch.chunk(self.minimums, count, 1)
-        parts = zip(
-            torch.chunk(self.codes, count, 1),
-            torch.chunk(self.scales, count, 1),
-            minimums,
-            strict=True,
-        )
-        return [self._like(*part) for part in parts]
+        whole = self
+        if self.units is not None and self.units.scales.shape[1] % count:
+            whole = replace(self, units=None)  # a part would begin within the columns of one
+        return [whole._each(partial(_columns, part=part, count=count)) for part in range(count)]
 
     def to(self, device: torch.device) -> GroupedMatrix:
         """On a device."""
@@ -110,20 +105,26 @@ class GroupedMatrix:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
-        return GroupedMatrix(
-            self.codes.to(device),
-            self.bits,
-            self.scales.to(device),
-            moved(self.minimums),
-            self.zero,
-            moved(self.levels),
-            moved(self.columns),
+        found = self._each(lambda part: part.to(device))
+        return replace(found, levels=moved(self.levels), columns=moved(self.columns))
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> GroupedMatrix:
+        """With a function of all tensors that have rows."""
+        return replace(
+            self,
+            codes=function(self.codes),
+            scales=function(self.scales),
+            minimums=None if self.minimums is None else function(self.minimums),
+            units=None if self.units is None else self.units.each(function),
         )
 
-    def _like(self, codes: Tensor, scales: Tensor, minimums: Tensor | None) -> GroupedMatrix:
-        return GroupedMatrix(
-            codes, self.bits, scales, minimums, self.zero, self.levels, self.columns
-        )
+
+def _at(tensor: Tensor, at: slice) -> Tensor:
+    return tensor[at]
+
+
+def _columns(tensor: Tensor, part: int, count: int) -> Tensor:
+    return torch.chunk(tensor, count, 1)[part]
 
 
 def in_one_kind(parts: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
@@ -142,13 +143,16 @@ def _widened(matrix: GroupedMatrix, bits: int, group: int) -> GroupedMatrix:
     times = matrix.group // group
     if matrix.codes.is_meta:  # see `matrix.quantize`
         factors = torch.empty(matrix.shape[0], matrix.shape[1] // group, device="meta")
-        return GroupedMatrix(matrix.codes, bits, factors, factors)
-    scales = matrix.scales.repeat_interleave(times, 1)
+        units = matrix.units and Units(matrix.units.scales, matrix.units.scales)
+        return GroupedMatrix(matrix.codes, bits, factors, factors, units=units)
+    scales, units = matrix.scales.repeat_interleave(times, 1), matrix.units
     if matrix.minimums is None:
         minimums = -matrix.zero * scales
+        units = units and Units(units.scales, -matrix.zero * units.scales)
     else:
         minimums = matrix.minimums.repeat_interleave(times, 1) - matrix.zero * scales
-    return GroupedMatrix(matrix.codes, bits, scales, minimums)
+        units = None if matrix.zero else units
+    return GroupedMatrix(matrix.codes, bits, scales, minimums, units=units)
 
 
 def joined_kinds(parts: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:
@@ -163,12 +167,20 @@ def concatenated(parts: Sequence[GroupedMatrix]) -> GroupedMatrix:
     if len(parts) == 1:
         return first
     minimums = [part.minimums for part in parts if part.minimums is not None]
-    return GroupedMatrix(
-        torch.cat([part.codes for part in parts]),
-        first.bits,
-        torch.cat([part.scales for part in parts]),
-        torch.cat(minimums) if minimums else None,
-        first.zero,
-        first.levels,
-        first.columns,
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minimums=torch.cat(minimums) if minimums else None,
+        units=_concatenated_units([part.units for part in parts]),
     )
+
+
+def _concatenated_units(parts: Sequence[Units | None]) -> Units | None:
+    """None if a part has none, or if they are of different numbers of columns."""
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts) or len({part.scales.shape[1] for part in whole}) > 1:
+        return None
+    minimums = [part.minimums for part in whole if part.minimums is not None]
+    scales = torch.cat([part.scales for part in whole])
+    return Units(scales, torch.cat(minimums) if minimums else None)

@@ -35,42 +35,54 @@ class KeptValues:
         return 8 * self.num_bytes / self.num_values if self.num_values else 0.0
 
 
-def grouped_bits(bits: int, group: int, has_minimums: bool) -> float:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Of a matrix of codes.
+
+    Attributes:
+        bits: of a code: 4, 5, 6 or 8.
+        group: columns with a scale in common.
+        has_minimums: whether a group has a minimum.
+        width: columns of the matrix.
+        is_symmetric: whether the code in the middle stands for 0; without minimums.
+        has_units: whether scales are integers times a number of more columns.
+    """
+
+    bits: int
+    group: int
+    has_minimums: bool
+    width: int
+    is_symmetric: bool = True
+    has_units: bool = False
+
+
+BitsOf = Callable[[Form], float]
+"""Bits per weight."""
+
+
+def host_bits(form: Form) -> float:
     """Bits per weight in memory of a CPU.
 
     Kernels read codes of 4 bits packed, wider ones from a byte each. A scale has 16 bits, and so
     has a minimum.
-
-    Args:
-        bits: of a code: 4, 5, 6 or 8.
-        group: columns with a scale in common.
-        has_minimums: whether a group has a minimum.
     """
-    return (4 if bits == 4 else 8) + _scale_bits(group, has_minimums)
+    num_factors = 1 + form.has_minimums
+    return (4 if form.bits == 4 else 8) + 16 * num_factors / form.group
 
 
-def _scale_bits(group: int, has_minimums: bool) -> float:
-    return 16 * (1 + has_minimums) / group
-
-
-def record_bits(bits: int, group: int, has_minimums: bool, width: int) -> float:
-    """The same on a GPU, where codes of 5 bits have 6, columns are padded and groups are those
-    that kernels have: see `grouped_rows`."""
-    columns, kept_bits = 128, next(kept for kept in (4, 6, 8) if bits <= kept)
-    groups = (32, 16) if kept_bits == 6 else (128, 32, 16)
-    kept = next((one for one in groups if group % one == 0), groups[0])
-    padded = -(-width // columns) * columns
-    return (kept_bits + _scale_bits(kept, has_minimums)) * padded / width
-
-
-BitsOf = Callable[[int, int, bool, int], float]
-"""From bits of a code, columns of a group, whether it has a minimum, and columns of the matrix to
-bits per weight."""
-
-
-def host_bits(bits: int, group: int, has_minimums: bool, width: int) -> float:
-    """`grouped_bits`, whatever the width."""
-    return grouped_bits(bits, group, has_minimums)
+def record_bits(form: Form) -> float:
+    """The same on a GPU, where codes of 5 bits have 6, another zero is a minimum, columns are
+    padded and groups are those that kernels have: see `grouped_rows`."""
+    columns, kept_bits = 128, next(kept for kept in (4, 6, 8) if form.bits <= kept)
+    num_factors = 1 + (form.has_minimums or not form.is_symmetric)
+    if form.has_units:
+        of_scales = num_factors * (8 / form.group + 16 / columns)
+    else:
+        groups = (32, 16) if kept_bits == 6 else (128, 32, 16)
+        kept = next((one for one in groups if form.group % one == 0), groups[0])
+        of_scales = num_factors * 16 / kept
+    padded = -(-form.width // columns) * columns
+    return (kept_bits + of_scales) * padded / form.width
 
 
 def rounded_bits(width: int, bits_of: BitsOf = host_bits) -> float | None:
@@ -83,7 +95,7 @@ def rounded_bits(width: int, bits_of: BitsOf = host_bits) -> float | None:
     from inflight.models.quantization.rounding import group_of
 
     group = group_of(width)
-    return None if group is None else bits_of(4, group, True, width)
+    return None if group is None else bits_of(Form(4, group, True, width))
 
 
 def kept_sum(types: Iterable[str], sizes: Iterable[tuple[int, float | None]]) -> KeptValues:
@@ -128,7 +140,7 @@ def kept_in_folder(
         (
             (
                 math.prod(one.shape),
-                bits_of(one.bits, one.group, one.has_minimums, one.shape[1]),
+                bits_of(Form(one.bits, one.group, one.has_minimums, one.shape[1])),
             )
             for name, one in matrices.items()
             if name in shapes and one.is_grouped and can_pack(one.shape[1], one.group)
@@ -147,5 +159,5 @@ def drawn_experts(
 ) -> KeptValues:
     """Experts that are drawn in MXFP4."""
     experts = [shape for name, shape in shapes.items() if ".experts." in name]
-    sizes = ((math.prod(shape), bits_of(4, 32, False, shape[1])) for shape in experts)
+    sizes = ((math.prod(shape), bits_of(Form(4, 32, False, shape[1]))) for shape in experts)
     return kept_sum(stored.labels, sizes)

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from inflight.checkpoint.gguf import GgufTensor
-from inflight.models.quantization.gguf.kinds import KINDS, BlockKind
+from inflight.models.quantization.gguf.kinds import KINDS, UNIT_COLUMNS, BlockKind
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.stored import gguf_codebooks, gguf_plain_blocks, gguf_superblocks
+from inflight_kernels.ops.linear.record_scales import Units
 
 # Values that are unpacked at a time: temporaries then stay in the CPU cache.
 _VALUES_AT_ONCE = 1 << 17
@@ -44,6 +45,7 @@ def grouped(stored: GgufTensor) -> GroupedMatrix | None:
         None if minimums is None else torch.from_numpy(minimums),
         kind.zero,
         _levels(kind),
+        units=_units(stored, kind),
     )
 
 
@@ -51,8 +53,13 @@ def shaped(shape: tuple[int, ...], kind: BlockKind) -> GroupedMatrix:
     """A matrix [n, k] of this kind on the meta device."""
     rows, columns = shape
 
-    def factors() -> torch.Tensor:
-        return torch.empty(rows, columns // kind.group, device="meta")
+    def factors(width: int = kind.group) -> torch.Tensor:
+        return torch.empty(rows, columns // width, device="meta")
+
+    units = None
+    if kind.units is not None:
+        of_minimums = factors(UNIT_COLUMNS) if kind.has_minimums else None
+        units = Units(factors(UNIT_COLUMNS), of_minimums)
 
     return GroupedMatrix(
         torch.empty(rows, columns, dtype=torch.uint8, device="meta"),
@@ -61,7 +68,23 @@ def shaped(shape: tuple[int, ...], kind: BlockKind) -> GroupedMatrix:
         factors() if kind.has_minimums else None,
         kind.zero,
         _levels(kind),
+        units=units,
     )
+
+
+def _units(stored: GgufTensor, kind: BlockKind) -> Units | None:
+    """What scales and minimums are multiples of; for the latter by integers below 0."""
+    if kind.units is None:
+        return None
+    rows, columns = stored.shape
+    blocks = stored.data.reshape(rows * columns // UNIT_COLUMNS, -1)
+
+    def found(first: int) -> torch.Tensor:
+        numbers = gguf_plain_blocks.halves(blocks, first)
+        return torch.from_numpy(numbers).view(rows, -1)
+
+    of_scales, of_minimums = kind.units
+    return Units(found(of_scales), None if of_minimums is None else found(of_minimums))
 
 
 def _levels(kind: BlockKind) -> torch.Tensor | None:

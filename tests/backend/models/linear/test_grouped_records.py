@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import tiny_gguf
+from inflight.checkpoint.gguf import GgufTensor
 from inflight.models.linear.grouped_records import joined_records
+from inflight.models.quantization.gguf.kinds import KINDS
 from inflight.models.quantization.grouped import GroupedMatrix
 from inflight.models.quantization.layouts.floats import E2M1
+from inflight.models.stored.gguf_blocks import grouped
 from inflight_kernels.ops.linear import grouped_rows
 from inflight_kernels.ops.linear.grouped_rows import GroupedKind, dequantized
 
@@ -74,6 +80,51 @@ def test_matrices_of_two_kinds_are_joined_in_one() -> None:
     assert found is not None and found.kind == GroupedKind(grouped_rows.INT6, 16, True)
     exact = torch.cat([part.dequantized() for part in parts])
     assert torch.equal(dequantized(found), exact.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["Q2_K"], GroupedKind(grouped_rows.INT4, 16, True, units=True)),
+        (["Q3_K"], GroupedKind(grouped_rows.INT4, 16, True, units=True)),
+        (["Q4_K"], GroupedKind(grouped_rows.INT4, 32, True, units=True)),
+        (["Q5_K"], GroupedKind(grouped_rows.INT6, 32, True, units=True)),
+        (["Q6_K"], GroupedKind(grouped_rows.INT6, 16, False, units=True)),
+        (["Q4_K", "Q6_K"], GroupedKind(grouped_rows.INT6, 16, True, units=True)),
+        (["Q5_K", "Q4_K"], GroupedKind(grouped_rows.INT6, 32, True, units=True)),
+        (["Q4_K", "Q4_1"], GroupedKind(grouped_rows.INT4, 32, True)),
+    ],
+    ids=str,
+)
+def test_scales_of_superblocks_stay_integers(names: list[str], kind: GroupedKind) -> None:
+    generator = np.random.default_rng(0)
+    parts = []
+    for name in names:
+        length, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+        blocks = tiny_gguf.drawn_blocks(gguf.GGMLQuantizationType[name], 16 * 512 // length)
+        # Of scales and minimums: small numbers of either sign.
+        for first in KINDS[name].units or ():
+            if first is not None:
+                units = generator.normal(0, 1e-4, (len(blocks), 1)).astype(np.float16)
+                blocks[:, first : first + 2] = units.view(np.uint8)
+        stored = GgufTensor((16, 512), gguf.GGMLQuantizationType[name], blocks.reshape(-1))
+        matrix = grouped(stored)
+        assert matrix is not None
+        parts.append(matrix)
+    found = joined_records(parts, CPU)
+    assert found is not None and found.kind == kind
+    exact = torch.cat([part.dequantized() for part in parts]).double()
+    # Scales, minimums and values are rounded to 8 bits.
+    wide = torch.cat([_largest_terms(part) for part in parts])
+    assert ((dequantized(found).double() - exact).abs() <= 2.0**-7 * wide).all()
+
+
+def _largest_terms(matrix: GroupedMatrix) -> Tensor:
+    """[n, k] float64: of each value, the sum of the absolute values of its terms."""
+    codes, low = matrix.codes.double() + max(matrix.zero, 8), 0.0
+    if matrix.minimums is not None:
+        low = matrix.minimums.double().abs().repeat_interleave(matrix.group, 1)
+    return codes * matrix.scales.double().abs().repeat_interleave(matrix.group, 1) + low
 
 
 def test_rows_are_in_the_order_that_is_asked_for() -> None:

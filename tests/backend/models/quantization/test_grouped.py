@@ -16,6 +16,9 @@ from inflight.models.quantization.matrix import (
     in_one_format,
     row_parts,
 )
+from inflight_kernels.ops.linear.record_scales import Units
+
+META = torch.device("meta")
 
 
 def drawn(rows: int, width: int, group: int, seed: int = 0, **parts: object) -> GroupedMatrix:
@@ -56,6 +59,60 @@ def test_rows_can_be_split_selected_and_joined() -> None:
     index = torch.tensor([5, 0])
     assert torch.equal(matrix.rows(index).dequantized(), whole[index])
     assert torch.equal(row_parts(matrix, [2, 4])[1].dequantized(), whole[2:])  # type: ignore[union-attr]
+
+
+def in_units(rows: int, group: int = 32, seed: int = 0, **parts: object) -> GroupedMatrix:
+    """[rows, 512] with two units in a row, and minimums unless there is a zero."""
+    generator = torch.Generator().manual_seed(seed)
+    units = [torch.rand(rows, 2, generator=generator) + 0.5 for _ in range(2)]
+    scales, minimums = (
+        torch.randint(1, 64, (rows, 512 // group), generator=generator)
+        * one.repeat_interleave(256 // group, 1)
+        for one in units
+    )
+    drawn_codes = drawn(rows, 512, group, seed).codes
+    if "zero" in parts:
+        return GroupedMatrix(drawn_codes, 6, scales, units=Units(units[0], None), **parts)  # type: ignore[arg-type]
+    return GroupedMatrix(drawn_codes, 4, scales, minimums, units=Units(*units))
+
+
+def check_units(matrix: GroupedMatrix) -> None:
+    """Scales and minimums are multiples by integers."""
+    assert matrix.units is not None
+    pairs = [(matrix.scales, matrix.units.scales), (matrix.minimums, matrix.units.minimums)]
+    for numbers, units in pairs:
+        assert (numbers is None) == (units is None)
+        if numbers is not None and units is not None:
+            assert len(units) == len(numbers)
+            multiples = numbers / units.repeat_interleave(numbers.shape[1] // units.shape[1], 1)
+            assert torch.allclose(multiples, multiples.round(), atol=1e-4)
+
+
+def test_units_stay_with_their_rows_and_columns() -> None:
+    matrix = in_units(6)
+    parts = [*matrix.split([2, 4]), *matrix.column_parts(2), matrix.rows(torch.tensor([5, 0]))]
+    for part in [*parts, concatenated(matrix.split([3, 3])), matrix.to(torch.device("cpu"))]:
+        check_units(part)
+    # A quarter of the columns begins within those of a unit.
+    assert [part.units for part in matrix.column_parts(4)] == [None] * 4
+    some = concatenated([matrix, dataclasses.replace(matrix, units=None)])
+    assert some.units is None
+    narrow = dataclasses.replace(matrix, units=Units(torch.ones(6, 4), torch.ones(6, 4)))
+    assert concatenated([matrix, narrow]).units is None
+
+
+def test_units_of_different_kinds_are_those_of_one() -> None:
+    """As GGUF files mix Q4_K and Q6_K: a zero becomes a minimum, an integer times its unit."""
+    joined = in_one_kind([in_units(3, 32), in_units(2, 16, seed=1, zero=32)])
+    assert joined is not None and joined.minimums is not None
+    check_units(joined)
+    shaped = in_one_kind([in_units(3, 32).to(META), in_units(2, 16, seed=1, zero=32).to(META)])
+    assert shaped is not None and shaped.units is not None and joined.units is not None
+    assert shaped.units.scales.shape == joined.units.scales.shape
+    assert shaped.units.minimums is not None
+    # Both a zero and a minimum are no multiple of one unit.
+    both = dataclasses.replace(in_units(2), zero=3)
+    assert in_one_kind([both, in_units(2, 16, zero=32)]).units is None  # type: ignore[union-attr]
 
 
 def test_only_matrices_of_one_kind_are_joined() -> None:

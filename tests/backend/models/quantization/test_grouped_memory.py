@@ -14,11 +14,20 @@ import family
 import grouped_folders as folders
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
+from inflight.models.linear.grouped_records import joined_records
 from inflight.models.loader import linear_shapes
 from inflight.models.quantization.choice import kept_in_layers
-from inflight.models.quantization.grouped_memory import KeptValues, grouped_bits, record_bits
+from inflight.models.quantization.gguf.kinds import KINDS
+from inflight.models.quantization.gguf.sizes import form_of
+from inflight.models.quantization.grouped_memory import (
+    Form,
+    KeptValues,
+    host_bits,
+    record_bits,
+)
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
+from inflight.models.stored.gguf_blocks import shaped
 from inflight_kernels.ops.linear import grouped_rows
 
 
@@ -37,7 +46,7 @@ from inflight_kernels.ops.linear import grouped_rows
 def test_a_weight_takes_its_code_and_a_share_of_its_scale(
     bits: int, group: int, has_minimums: bool, expected: float
 ) -> None:
-    assert grouped_bits(bits, group, has_minimums) == expected
+    assert host_bits(Form(bits, group, has_minimums, width=4096)) == expected
 
 
 def test_without_codes_a_weight_has_no_bits() -> None:
@@ -140,10 +149,21 @@ def test_the_setting_rounds_all_linear_layers(tmp_path: Path) -> None:
 def test_records_of_gpus_are_padded_and_have_groups_of_three_sizes(
     bits: int, group: int, has_minimums: bool, width: int, expected: float
 ) -> None:
-    assert record_bits(bits, group, has_minimums, width) == pytest.approx(expected)
+    form = Form(bits, group, has_minimums, width)
+    assert record_bits(form) == pytest.approx(expected)
     codes = torch.zeros(32, width, dtype=torch.uint8)
     scales = torch.ones(32, width // group)
     minimums = torch.zeros(32, width // group) if has_minimums else None
     zero = 0 if has_minimums else 1 << bits - 1
     packed = grouped_rows.pack(codes, bits, scales, minimums, zero)
     assert 8 * packed.nbytes / codes.numel() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_records_of_the_types_of_gguf_files(name: str) -> None:
+    kind = KINDS[name]
+    matrix = shaped((32, 2048), kind)
+    packed = joined_records([matrix], torch.device("meta"))
+    assert packed is not None
+    assert packed.kind.units == (kind.units is not None)
+    assert 8 * packed.nbytes / (32 * 2048) == record_bits(form_of(kind, 2048))

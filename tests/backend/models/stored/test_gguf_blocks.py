@@ -85,6 +85,11 @@ def test_the_header_has_the_form_of_the_data(name: str) -> None:
         if one is not None and other is not None:
             assert one.is_meta
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert (known.units is None) == (read.units is None)
+    if known.units is not None and read.units is not None:
+        assert known.units.scales.is_meta
+        assert known.units.scales.shape == read.units.scales.shape
+        assert (known.units.minimums is None) == (read.units.minimums is None)
     assert known.dequantized().is_meta
     assert known.dequantized().shape == read.shape
     if read.levels is not None:
@@ -100,3 +105,18 @@ def test_scales_that_are_not_finite_have_no_codes(half: float) -> None:
         damaged = blocks.copy()
         damaged[1, first : first + 2] = np.array([half], np.float16).view(np.uint8)
         assert grouped(stored_as("Q4_1", damaged, 2)) is None
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.units is not None])
+def test_scales_and_minimums_are_integers_times_units(name: str) -> None:
+    length, _ = gguf.GGML_QUANT_SIZES[Kind[name]]
+    found = grouped(stored_as(name, tiny_gguf.drawn_blocks(Kind[name], 12), 3))
+    assert found is not None and found.units is not None
+    pairs = [(found.scales, found.units.scales), (found.minimums, found.units.minimums)]
+    for numbers, units in pairs[: 1 + KINDS[name].has_minimums]:
+        assert numbers is not None and units is not None
+        assert units.shape == (3, 4)
+        wide = units.repeat_interleave(length // found.group, 1)
+        integers = (numbers / wide).round()
+        assert integers.abs().max() <= 128 and integers.count_nonzero() > 0
+        assert torch.equal(integers * wide, numbers)

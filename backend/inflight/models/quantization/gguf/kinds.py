@@ -10,6 +10,9 @@ from typing import TypeAlias
 
 Levels: TypeAlias = tuple[float, ...]
 
+UNIT_COLUMNS = 256
+"""Of a block that has units."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
@@ -21,6 +24,8 @@ class BlockKind:
         has_minimums: whether a group has a minimum.
         zero: the code that stands for 0.
         levels: the values of 16 codes; None if a code is its own value.
+        units: where a block has the number that its scales are multiples of, and that of its
+            minimums, if any, in float16: at which bytes. None if each scale is a number of its own.
     """
 
     bits: int
@@ -28,6 +33,7 @@ class BlockKind:
     has_minimums: bool = False
     zero: int = 0
     levels: Levels | None = None
+    units: tuple[int, int | None] | None = None
 
 
 def _signed(*magnitudes: float) -> Levels:
@@ -53,11 +59,11 @@ KINDS: dict[str, BlockKind] = {
     "Q5_0": BlockKind(5, 32, zero=16),
     "Q5_1": BlockKind(5, 32, has_minimums=True),
     "Q8_0": BlockKind(8, 32, zero=128),
-    "Q2_K": BlockKind(4, 16, has_minimums=True),
-    "Q3_K": BlockKind(4, 16, zero=4),
-    "Q4_K": BlockKind(4, 32, has_minimums=True),
-    "Q5_K": BlockKind(5, 32, has_minimums=True),
-    "Q6_K": BlockKind(6, 16, zero=32),
+    "Q2_K": BlockKind(4, 16, has_minimums=True, units=(80, 82)),
+    "Q3_K": BlockKind(4, 16, zero=4, units=(108, None)),
+    "Q4_K": BlockKind(4, 32, has_minimums=True, units=(0, 2)),
+    "Q5_K": BlockKind(5, 32, has_minimums=True, units=(0, 2)),
+    "Q6_K": BlockKind(6, 16, zero=32, units=(208, None)),
     "TQ1_0": BlockKind(4, 256, zero=1),
     "TQ2_0": BlockKind(4, 256, zero=1),
     "IQ1_S": BlockKind(4, 32, levels=_IQ1),

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
-from inflight.models.quantization.gguf.kinds import KINDS
+from inflight.models.quantization.gguf.kinds import KINDS, BlockKind
 from inflight.models.quantization.grouped_memory import (
     BitsOf,
+    Form,
     KeptValues,
     host_bits,
     kept_sum,
@@ -67,6 +68,18 @@ def kept_embeddings(path: Path, *, tied: bool) -> KeptValues:
     return _sum(tensors[name] for name in names if name in tensors)
 
 
+def form_of(kind: BlockKind, width: int) -> Form:
+    """Of a matrix with so many columns."""
+    return Form(
+        kind.bits,
+        kind.group,
+        kind.has_minimums,
+        width,
+        is_symmetric=kind.levels is not None or kind.zero == 1 << max(kind.bits, 4) - 1,
+        has_units=kind.units is not None,
+    )
+
+
 def _layers(path: Path, num_layers: int | None = None) -> list[GgufTensor]:
     """Matrices of linear layers; see `kept_layers`."""
     found = []
@@ -95,7 +108,6 @@ def _sum(
             sizes.append((count, rounded_bits(tensor.shape[-1], bits_of)))
         elif kind is not None:
             values[tensor.type.name] += count
-            width = tensor.shape[-1]
-            sizes.append((count, bits_of(kind.bits, kind.group, kind.has_minimums, width)))
+            sizes.append((count, bits_of(form_of(kind, tensor.shape[-1]))))
     types = ("int4",) if rounds_others else (name for name, _ in values.most_common())
     return kept_sum(types, sizes)
