@@ -116,10 +116,10 @@ struct Scales {
 };
 
 // A lane's codes of 32 columns: two steps. Of 4 bits, and of the lower 4 of 6, pair i of a step, in
-// the order of the operand's registers, has bits 4i to 4i + 3 of both halves of the step's word. The
-// upper two of 6 are in a third word: those of the first step above where the lower ones are, from
-// bit 4i + 4 on, and those of the second step 2 bits higher. Those of pair 3 would be in the next
-// half, and are: in the word, rotated by 4 bits, all lie as in bytes of their own.
+// the order of the operand's registers, has bits 4i to 4i + 3 of both halves of the step's word.
+// The upper two of 6 are in a third word: those of the first step above where the lower ones are,
+// from bit 4i + 4 on, and those of the second step 2 bits higher. Those of pair 3 would be in the
+// next half, and are: in the word, rotated by 4 bits, all lie as in bytes of their own.
 template <class R>
 struct Codes {
     unsigned words[R::BITS / 2];
@@ -149,8 +149,8 @@ __device__ __forceinline__ void split(const uint4 (&vectors)[R::CODE_VECTORS],
 }
 
 // With units, a code is taken as the mantissa of a bfloat16 without an exponent, which needs no
-// subtraction: as itself times a power of two, whose inverse is in the scales. That is no float, but
-// 2^8 times this is.
+// subtraction: as itself times a power of two, whose inverse is in the scales. That is no float,
+// but 2^8 times this is.
 template <class R>
 constexpr float INVERSE_OF_CODES = R::BITS == 4 ? 0x1p122f : 0x1p124f;
 
@@ -218,8 +218,9 @@ __device__ __forceinline__ LaneScales<R, true> multiplied(
             float products[2];
 #pragma unroll
             for (int row = 0; row < 2; row++)
-                products[row] = of_rows[row] * static_cast<float>(signed_byte(
-                                                   integers[word / 2], word % 2 * 2 + row, is_scale));
+                products[row] =
+                    of_rows[row] * static_cast<float>(signed_byte(integers[word / 2],
+                                                                  word % 2 * 2 + row, is_scale));
             found.words[word] = Word<__nv_bfloat16>::pack(products);
         }
     }
@@ -287,8 +288,7 @@ struct Reader {
         if constexpr (R::UNITS) {
             unsigned integers[R::SCALE_WORDS / 4], units[R::UNIT_WORDS];
             load_shared_words(integers, place + lane * R::SCALE_WORDS);
-            load_shared_words(units,
-                              place + 32 * R::SCALE_WORDS + lane / 4 * (4 * R::UNIT_WORDS));
+            load_shared_words(units, place + 32 * R::SCALE_WORDS + lane / 4 * (4 * R::UNIT_WORDS));
             return multiplied<R>(integers, units);
         } else {
             return SharedScales<R>{place + lane / 4 * (4 * R::SCALE_WORDS)};
@@ -346,17 +346,16 @@ __device__ __forceinline__ void decode(const Codes<R>& codes, int step, const Ta
         const unsigned word = codes.words[step];
         if constexpr (R::CODES == INT4) {
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                to[i] = shifted(word, 4 * i, FIRST) & 0x000f000fu << FIRST;
+            for (int i = 0; i < 4; i++) to[i] = shifted(word, 4 * i, FIRST) & 0x000f000fu << FIRST;
         } else {
             const unsigned upper = codes.words[2] >> 2 * step;
 #pragma unroll
             for (int i = 0; i < 3; i++)
                 to[i] = shifted(and_or(upper, 0x00300030u << 4 * i, word & 0x000f000fu << 4 * i),
                                 4 * i, FIRST);
-            to[3] = and_or(rotated(codes.words[2], 16 + 2 * step, FIRST + 4),
-                           0x00030003u << FIRST + 4,
-                           shifted(word, 12, FIRST) & 0x000f000fu << FIRST);
+            to[3] =
+                and_or(rotated(codes.words[2], 16 + 2 * step, FIRST + 4), 0x00030003u << FIRST + 4,
+                       shifted(word, 12, FIRST) & 0x000f000fu << FIRST);
         }
     } else if constexpr (R::CODES == INT4) {
         // From 128 on, bfloat16 counts in ones.

@@ -143,7 +143,8 @@ __device__ __forceinline__ void bytes_of(const Codes<R>& codes, unsigned (&to)[4
         } else {
             to[i] = codes.words[step] >> i % 2 * 4 & 0x0f0f0f0fu;
             if constexpr (R::CODES == INT6)
-                to[i] = and_or(rotated(codes.words[2], i % 2 * 4 + 2 * step, 0), 0x30303030u, to[i]);
+                to[i] =
+                    and_or(rotated(codes.words[2], i % 2 * 4 + 2 * step, 0), 0x30303030u, to[i]);
         }
     }
 }
@@ -158,9 +159,8 @@ struct Pair {
 
 // Adds what is multiplied with the sums of x over a record's groups.
 template <class R, int TILES>
-__device__ __forceinline__ void add_middles(
-    const typename Loaded<R, true>::Scales (&scales)[TILES], const PlanesOfX& planes,
-    float (&sums)[TILES][4]) {
+__device__ __forceinline__ void add_middles(const typename Loaded<R, true>::Scales (&scales)[TILES],
+                                            const PlanesOfX& planes, float (&sums)[TILES][4]) {
     using L = typename Loaded<R, true>::Scales;
     const int lane = threadIdx.x % 32, p = lane % 4;
     if constexpr (L::GROUPS == R::GROUPS) {
@@ -243,8 +243,8 @@ struct IntegerScales {
     int totals[TILES][4] = {};
     unsigned words[TILES];
 
-    __device__ __forceinline__ IntegerScales(const Loaded<R, true> (&loaded)[TILES],
-                                             float2 factors, float (&sums)[TILES][4])
+    __device__ __forceinline__ IntegerScales(const Loaded<R, true> (&loaded)[TILES], float2 factors,
+                                             float (&sums)[TILES][4])
         : loaded(loaded), factors{factors.x, factors.y}, sums(sums) {}
 
     __device__ __forceinline__ void add(int t, int group, const int (&found)[4]) {
@@ -252,7 +252,8 @@ struct IntegerScales {
         if (place % 4 == 0)
             words[t] = __shfl_sync(FULL_WARP, loaded[t].words[place / 4], group / GROUPS, 4);
 #pragma unroll
-        for (int e = 0; e < 4; e++) totals[t][e] += found[e] * signed_byte(words[t], place % 4 + e / 2);
+        for (int e = 0; e < 4; e++)
+            totals[t][e] += found[e] * signed_byte(words[t], place % 4 + e / 2);
     }
 
     // Minimums, or without any what codes count from, are products with the sums of x.
