@@ -37,6 +37,8 @@ EACH_CODE = [
     GroupedKind(TABLE, 32, False),
     GroupedKind(INT8, 16, True),
     GroupedKind(INT6, 16, False),
+    GroupedKind(INT4, 32, True, units=True),
+    GroupedKind(INT6, 16, False, units=True),
 ]
 
 kinds = pytest.mark.parametrize("kind", EACH_CODE, ids=lambda kind: kind.name)
@@ -94,6 +96,16 @@ def test_every_kind_has_products(linear, tokens, n, kind) -> None:
     x, weight = _random(tokens, 384), random_rows(n, 384, kind)
     out = Guarded(tokens, n, dtype=torch.bfloat16)
     linear(x, weight, out=out.tensor)
+    assert relative_error(out.check(), _product(x, weight)) < BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_block_may_have_many_tiles(tokens, kind) -> None:
+    """As of an output layer, whose sums take more shared memory than other kernels have."""
+    x, weight = _random(tokens, 384), random_rows(100_016, 384, kind)
+    out = Guarded(tokens, 100_016, dtype=torch.float32)
+    grouped.linear(x, weight, out=out.tensor)
     assert relative_error(out.check(), _product(x, weight)) < BOUND
 
 

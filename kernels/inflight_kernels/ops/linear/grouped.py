@@ -22,9 +22,9 @@ from inflight_kernels.ops.linear.grouped_rows import (
     GroupedKind,
     GroupedRows,
 )
-from inflight_kernels.ops.linear.operands import check_grouped_operands
+from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES, check_grouped_operands
 from inflight_kernels.runtime.compile import Instantiation
-from inflight_kernels.runtime.launch import check, kernel, num_multiprocessors
+from inflight_kernels.runtime.launch import check, is_hopper, kernel, num_multiprocessors
 
 MAX_TOKENS = 8
 
@@ -123,7 +123,8 @@ MAX_STREAMED_TOKENS = 2
 bound by latencies, up to MAX_TOKENS, none of them in planes, which take longer to make than to
 multiply."""
 MAX_STREAM_BYTES = 96 * 1024
-"""Of shared memory: what every GPU has. A product that needs more has a tile of `plan`."""
+"""Of shared memory: what every GPU has; Hopper GPUs have MAX_SHARED_BYTES. A product that needs
+more, as of an output layer, has a tile of `plan`."""
 
 _STREAM_STEM = "grouped_stream"
 _STREAM_DEPTH = 4  # records that a warp loads ahead; more gained nothing
@@ -144,9 +145,16 @@ class Stream(NamedTuple):
 
 
 def stream(
-    m: int, n: int, k: int, kind: GroupedKind, gated: bool, num_multiprocessors: int
+    m: int,
+    n: int,
+    k: int,
+    kind: GroupedKind,
+    gated: bool,
+    num_multiprocessors: int,
+    max_bytes: int = MAX_STREAM_BYTES,
 ) -> Stream | None:
-    """The launch for a product; None if it has too many tokens, or sums for the shared memory."""
+    """The launch for a product; None if it has too many tokens, or sums for so many bytes of shared
+    memory."""
     halves = 2 if gated else 1
     tiles = -(-n // (halves * RECORD_ROWS))
     blocks = min(tiles, num_multiprocessors)
@@ -158,7 +166,7 @@ def stream(
     planes = _planes_bytes(columns, kind) if in_planes else 0
     shared_bytes = m * _x_pitch(columns) + planes + 4 * sums
     fits = m <= (MAX_TOKENS if is_small else MAX_STREAMED_TOKENS)
-    fits = fits and shared_bytes <= MAX_STREAM_BYTES
+    fits = fits and shared_bytes <= max_bytes
     return Stream(in_planes, blocks, shared_bytes) if fits else None
 
 
@@ -239,7 +247,8 @@ class _Launch(NamedTuple):
 
 def _launch_of(m: int, n: int, k: int, kind: GroupedKind, gated: bool) -> _Launch:
     multiprocessors = num_multiprocessors()
-    streamed = stream(m, n, k, kind, gated, multiprocessors)
+    max_bytes = MAX_SHARED_BYTES if is_hopper() else MAX_STREAM_BYTES
+    streamed = stream(m, n, k, kind, gated, multiprocessors, max_bytes)
     if streamed is not None:
         in_planes, blocks, shared_bytes = streamed
         return _Launch(_STREAM_STEM, _stream_name(kind, in_planes), blocks, k, shared_bytes)

@@ -83,6 +83,18 @@ def test_a_product_that_needs_more_memory_than_every_gpu_has_is_not_streamed(
     assert set(names(launched, "grouped_gemm")) <= compiled(grouped)
 
 
+@each_kind
+def test_an_output_layer_is_streamed_for_one_token_where_a_block_has_the_memory(
+    kind: GroupedKind,
+) -> None:
+    """61 tiles of a block have sums of up to 156 KB."""
+    shape = 128256, 4096, kind, False, 132
+    assert (grouped.stream(1, *shape) is None) == kind.is_integer
+    found = grouped.stream(1, *shape, MAX_SHARED_BYTES)
+    assert found is not None and found.shared_bytes <= MAX_SHARED_BYTES
+    assert (grouped.stream(2, *shape, MAX_SHARED_BYTES) is None) == kind.is_integer
+
+
 @each_gate
 @pytest.mark.parametrize("num_multiprocessors", GPUS)
 def test_a_stream_leaves_no_block_without_rows(gated: bool, num_multiprocessors: int) -> None:
