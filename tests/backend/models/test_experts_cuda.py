@@ -35,8 +35,9 @@ from inflight.models.quantization.rounding import quantize_groups
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, MoeSpec
 from inflight_kernels.ops.linear import grouped_rows
-from inflight_kernels.ops.linear.grouped_rows import GroupedRows
+from inflight_kernels.ops.linear.grouped_rows import GroupedKind, GroupedRows
 from inflight_kernels.ops.linear.grouped_rows import dequantized as dequantized_rows
+from inflight_kernels.ops.linear.record_scales import Units
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 
 EXPERTS = {
@@ -214,6 +215,32 @@ def test_experts_that_differ_from_the_first_one_have_16_bits_as_all_then_have(
         found = placed_experts(experts)
         assert isinstance(found.gate_up, Tensor) and isinstance(found.down, Tensor)
         check_values(found, in_16_bits(experts))
+
+
+def in_units(rows: int, seed: int, unit: float) -> GroupedMatrix:
+    """[rows, 256] as GGUF's Q4_K has it: scales and minimums are integers times a unit."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, 256), dtype=torch.uint8, generator=generator)
+    units = unit * (1 + torch.rand(rows, 1, generator=generator)).half().float()
+    scales, low = (torch.randint(1, 64, (rows, 8), generator=generator) * units for _ in range(2))
+    return GroupedMatrix(codes, 4, scales, -low, units=Units(units, -units))
+
+
+def expert_in_units(seed: int, unit: float = 2.0**-10) -> ExpertParts:
+    gate, up, down = (in_units(256, seed + which, unit) for which in range(3))
+    return ExpertParts([gate, up], [down], [], [])
+
+
+def test_experts_with_scales_in_units_keep_them_if_all_do() -> None:
+    """A scale may be too large for them, as those of the last expert here are."""
+    kept, large = [expert_in_units(seed) for seed in (1, 11)], expert_in_units(21, 2.0**-6)
+    for experts, has_units in ((kept, True), ([*kept, large], False), ([large, *kept], False)):
+        found = placed_experts(experts)
+        for weight, exact in zip((found.gate_up, found.down), in_16_bits(experts), strict=True):
+            assert isinstance(weight, GroupedRows)
+            assert weight.kind == GroupedKind(grouped_rows.INT4, 32, True, units=has_units)
+            values = dequantized_rows(weight).view(exact.shape).double()
+            assert (values - exact.double()).abs().max() <= 2.0**-6 * exact.double().abs().max()
 
 
 def test_gate_and_up_in_different_groups_are_dequantised() -> None:
