@@ -381,12 +381,12 @@ def _packed_upper_bits(fragments: Tensor) -> Tensor:
     """Two bits of each code: a lane's word of two steps, as grouped.cuh says."""
     tiles, chunks, steps = fragments.shape[:3]
     split = fragments.view(tiles, chunks, steps // 2, 2, 32, 4, 2)
-    words = torch.zeros_like(split[:, :, :, 0, :, 0, 0], dtype=torch.int64)
-    for step, pair, half in np.ndindex(2, 4, 2):
-        bits = split[:, :, :, step, :, pair, half].to(torch.int64)
-        words |= bits << _upper_place(step, pair, half)
+    words = torch.zeros_like(split[:, :, :, 0, :, 0, 0], dtype=torch.int32)
+    for step, pair, half in np.ndindex(2, 4, 2):  # in place: an output layer is large
+        bits = split[:, :, :, step, :, pair, half].to(torch.int32)
+        words |= bits.bitwise_left_shift_(_upper_place(step, pair, half))
     # [.., pair of steps, lane] -> by lane
-    by_lane = words.to(torch.int32).transpose(2, 3).contiguous()
+    by_lane = words.transpose(2, 3).contiguous()
     return by_lane.view(torch.uint8).reshape(tiles, chunks, -1)
 
 

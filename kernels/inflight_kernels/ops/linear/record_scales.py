@@ -79,7 +79,7 @@ def _multiples(numbers: Tensor, units: Tensor, k: int) -> tuple[Tensor, Tensor] 
     if numbers.is_meta:
         return numbers.to(torch.int8), of_records
     wide = units.repeat_interleave(columns // group, 1)
-    integers = torch.where(wide == 0, 0, numbers / wide).round().clamp(-128, 127)
+    integers = (numbers / wide).nan_to_num_(nan=0.0).round_().clamp_(-128, 127)
     # Products of such integers and numbers of float16 are exact.
     if not torch.equal(integers * wide, numbers) or not torch.equal(narrow.float(), units):
         return None
