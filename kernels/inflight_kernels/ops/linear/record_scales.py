@@ -51,7 +51,8 @@ def multiples(
     """Scales, and minimums if there are, [n, k / group], as integers and units of records.
 
     Args:
-        largest: scale that kernels take.
+        largest: scale that kernels take, and unit, also of integers that are all 0: infinity times
+            0 would be no number.
 
     Returns:
         None if they are not multiples by such integers, or if float16 does not have the units.
@@ -61,7 +62,8 @@ def multiples(
         if units.minimums is None:
             return None
         pairs.append((minimums, units.minimums))
-    if not scales.is_meta and scales.numel() and float(scales.abs().amax()) > largest:
+    sizes = [] if scales.is_meta else [float(one.abs().amax()) for one in pairs[0] if one.numel()]
+    if any(size > largest for size in sizes):
         return None
     found = [_multiples(*pair, k) for pair in pairs]
     whole = [one for one in found if one is not None]

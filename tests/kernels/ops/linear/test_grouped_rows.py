@@ -298,6 +298,7 @@ LARGEST = 2.0**-2  # of a scale of 4 bits, but for its last bit
         (lambda scales, units: (scales * 4, units), False),  # by more than 8 bits
         (lambda scales, units: (scales * 1.0003, units * 1.0003), False),  # no float16
         (lambda scales, units: (scales * 2.0**16, units * 2.0**16), False),  # too large
+        (lambda scales, units: (scales * 0, units * 0 + 60000), False),  # times 2^122 infinite
         (lambda scales, units: (scales, units.repeat_interleave(2, 1)), True),
         (lambda scales, units: (scales, units.repeat_interleave(4, 1)), False),  # within records
     ],
