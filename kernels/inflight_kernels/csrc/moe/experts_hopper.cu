@@ -1,11 +1,13 @@
 // Products of rows, sorted by expert, with the weight of their expert, with Hopper's wgmma and TMA.
 //
-// A tile is up to TOKENS rows of one expert by ROWS rows of its weight. The weight is on the side of
-// wgmma that has 64 rows, so that an expert with few rows wastes no products. In a block, a
+// A tile is up to TOKENS rows of one expert by ROWS rows of its weight. The weight is on the side
+// of wgmma that has 64 rows, so that an expert with few rows wastes no products. In a block, a
 // producer warp keeps a ring of stages in shared memory full, across the ends of tiles, and GROUPS
 // consumer warpgroups multiply from it, 64 rows of the weight each. Blocks iterate over the list of
-// tiles: a skewed routing makes the list longer, not a block's share. In a PAIR, a cluster of two
-// blocks has the same rows of x, of which each block loads half and multicasts it to both.
+// tiles: a skewed routing makes the list longer, not a block's share. Of few TOKENS a
+// multiprocessor has room for two BLOCKS, of which one multiplies while the other starts or ends.
+// In a PAIR, a cluster of two blocks has the same rows of x, of which each block loads half and
+// multicasts it to both.
 //
 // A weight has values of x's type, or is in the records of grouped.cuh. Only the copies of the
 // weight and the products of stages differ: `Values` and `Codes` have them.
@@ -18,7 +20,9 @@ namespace experts {
 
 using namespace gemm;  // cluster operations
 
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int GROUPS = 2, ROWS = 64 * GROUPS;
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // with one block
 
 // Rows of x that are copied at once, by both blocks of a pair, and whose sums pass through shared
 // memory at once; and columns of a consumer's sums there. Of a tile with fewer rows, only the chunks
@@ -65,7 +69,7 @@ struct Operands {
 };
 
 // A weight of all experts whose values have the type of x's, [num_experts * n, k].
-template <typename In, int ROWS>
+template <typename In>
 struct Values {
     using X = In;
     using Place = unsigned long long;  // descriptor of a warpgroup's rows in the first stage
@@ -103,7 +107,7 @@ struct Values {
 
 // A weight of all experts in records R, those of an expert's rows, a multiple of 16, behind those
 // of the expert before.
-template <class R, int ROWS>
+template <class R>
 struct Codes {
     using X = __nv_bfloat16;
     using Place = unsigned;  // address of a warp's record in the first stage
@@ -149,8 +153,7 @@ struct Codes {
 };
 
 // Weight: `Values` or `Codes`.
-template <class Weight, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE,
-          bool PAIR>
+template <class Weight, typename T, int TOKENS, int STAGES, int BLOCKS, int GATE, bool PAIR>
 __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weight,
                                          const Operands& at, T* out) {
     using In = typename Weight::X;
@@ -161,8 +164,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
     constexpr int SHARES = PAIR ? 2 : 1, BOX = CHUNK<TOKENS> / SHARES;
     constexpr int CHUNKS = TOKENS / CHUNK<TOKENS>;  // of a full tile
 
-    extern __shared__ char memory[];
-    char* const ring = memory + (-shared_address(memory) & 1023);
+    extern __shared__ __align__(1024) char ring[];
     T* const staging = reinterpret_cast<T*>(ring + STAGES * STAGE);
     Barrier* const full = reinterpret_cast<Barrier*>(staging + GROUPS * CHUNK<TOKENS> * STRIDE);
     Barrier* const empty = full + STAGES;
@@ -187,7 +189,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
     const int first_unit = blockIdx.x / SHARES, next_unit = gridDim.x / SHARES;
 
     if (warp >= GROUPS * 4) {
-        if (GROUPS > 1) warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (BLOCKS == 1) warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp != GROUPS * 4 || lane != 0) return;
         weight.prefetch();
         prefetch_tensor_map(&x);
@@ -268,7 +270,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
         return;
     }
 
-    if (GROUPS > 1) warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    if (BLOCKS == 1) warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     pdl_wait();
     const int group = warp / 4, g = lane / 4, q = lane % 4, thread = threadIdx.x % 128;
     const int units = load_l2(at.num_tiles) * row_tiles;
@@ -283,9 +285,14 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
             if (lane == 0) arrive(empty + slot);
         }
     };
+    const auto tile_of = [&](int unit) { return load_l2(at.tiles + unit / row_tiles); };
     int slot = 0, parity = 0;
-    for (int unit = first_unit; unit < units; unit += next_unit) {
-        const Tile tile = load_l2(at.tiles + unit / row_tiles);
+    Tile tile = {}, next = {};
+    if (first_unit < units) tile = tile_of(first_unit);
+    for (int unit = first_unit; unit < units; unit += next_unit, tile = next) {
+        // What a unit loads besides the ring, it loads before its products, which hide that: while
+        // consumers wait, the ring fills up, and then no copy is under way.
+        if (unit + next_unit < units) next = tile_of(unit + next_unit);
         const int tile_row = (unit % row_tiles * SHARES + rank) * ROWS;
         // Of this thread's two rows.
         const int row = tile_row + group * 64 + warp % 4 * 16 + g;
@@ -295,6 +302,19 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
             const int place = tile.expert * at.n + min(row + 8 * i, at.n - 1);
             if (at.bias) added[i] = static_cast<float>(static_cast<const T*>(at.bias)[place]);
             if (SCALED) scale[i] = __ldg(at.weight_scales + place);
+        }
+        // Of the token 8j + 2q + i.
+        const auto token_scale = [&](int j, int i) {
+            const int token = min(8 * j + 2 * q + i, tile.count - 1);
+            return load_l2(at.row_scales + (at.first_row < 0 ? tile.first + token : at.first_row));
+        };
+        constexpr int EARLY = SCALED && CHUNKS == 1 ? TOKENS / 8 : 1;
+        float early[EARLY][2] = {};
+        if constexpr (SCALED && CHUNKS == 1) {
+#pragma unroll
+            for (int j = 0; j < EARLY; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) early[j][i] = token_scale(j, i);
         }
         Sum<In> acc[TOKENS / 2];
         float promoted[SCALED ? TOKENS / 2 : 1] = {};
@@ -336,8 +356,6 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
         float(&sums)[TOKENS / 2] = *found;
 
         const int first_column = (GATE == PLAIN ? tile_row : tile_row / 2) + group * COLUMNS;
-        // Of a tile with fewer than 64 rows, the others are those of the next one.
-        constexpr int VALID = ROWS >= 64 ? COLUMNS : (GATE == PLAIN ? ROWS : ROWS / 2);
 #pragma unroll
         for (int from = 0; from < TOKENS; from += CHUNK<TOKENS>) {
             if (from >= tile.count) continue;
@@ -347,9 +365,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
                 if constexpr (SCALED) {
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        const int token = min(8 * j + 2 * q + i, tile.count - 1);
-                        const int place = at.first_row < 0 ? tile.first + token : at.first_row;
-                        const float factor = load_l2(at.row_scales + place);
+                        const float factor = CHUNKS == 1 ? early[j % EARLY][i] : token_scale(j, i);
                         v[i] *= factor * scale[0];
                         v[2 + i] *= factor * scale[1];
                     }
@@ -369,7 +385,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
             constexpr int VECTORS = COLUMNS / 8;
             for (int i = thread; i < CHUNK<TOKENS> * VECTORS; i += 128) {
                 const int token = i / VECTORS, column = i % VECTORS * 8;
-                if (from + token < tile.count && column < VALID && first_column + column < width)
+                if (from + token < tile.count && first_column + column < width)
                     store_vector(out + static_cast<long long>(tile.first + from + token) * width +
                                      first_column + column,
                                  load_vector(staged + token * STRIDE + column));
@@ -384,24 +400,24 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const Weight& weigh
 // out[rows, n'] = epilogue(x[rows, k] @ weight[expert of the row, n, k]^T), k a multiple of 8.
 // Epilogue: + bias; GATE as above, n' = n / 2 with one, a multiple of 8. Boxes of the maps, of 128
 // bytes a row: CHUNK rows of x, half as many of a PAIR, and ROWS of all weights, [experts * n, k].
-// Threads: GROUPS + 1 warpgroups. Dynamic shared memory: 1024 + STAGES * ((TOKENS + ROWS) * 128 + 16)
-// + GROUPS * CHUNK * (GROUP_COLUMNS + 8) * 2 bytes.
-template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>
-__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+// Dynamic shared memory: STAGES * ((TOKENS + ROWS) * 128 + 16) and GROUPS * CHUNK *
+// (GROUP_COLUMNS + 8) * 2 bytes.
+template <typename In, typename T, int TOKENS, int STAGES, int BLOCKS, int GATE>
+__global__ void __launch_bounds__(experts::THREADS, BLOCKS)
     experts_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                     const float* row_scales, const float* weight_scales, const T* bias,
                     const Tile* tiles, const int* num_tiles, T* out, int n, int k, int first_row,
                     int is_history) {
     const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,
                                   n,          k,             first_row, is_history};
-    const experts::Values<In, ROWS> values = {weight};
-    experts::mainloop<experts::Values<In, ROWS>, T, TOKENS, ROWS, GROUPS, STAGES, GATE, false>(
-        x, values, at, out);
+    const experts::Values<In> values = {weight};
+    experts::mainloop<experts::Values<In>, T, TOKENS, STAGES, BLOCKS, GATE, false>(x, values, at,
+                                                                                   out);
 }
 
 // The same with a cluster of two blocks per tile of x.
-template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
+template <typename In, typename T, int TOKENS, int STAGES, int GATE>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(experts::THREADS, 1)
     experts_product_pairs(const __grid_constant__ TensorMap x,
                           const __grid_constant__ TensorMap weight, const float* row_scales,
                           const float* weight_scales, const T* bias, const Tile* tiles,
@@ -409,25 +425,23 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                           int is_history) {
     const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,
                                   n,          k,             first_row, is_history};
-    const experts::Values<In, ROWS> values = {weight};
-    experts::mainloop<experts::Values<In, ROWS>, T, TOKENS, ROWS, GROUPS, STAGES, GATE, true>(
-        x, values, at, out);
+    const experts::Values<In> values = {weight};
+    experts::mainloop<experts::Values<In>, T, TOKENS, STAGES, 1, GATE, true>(x, values, at, out);
 }
 
 // experts_product with a weight in records R [experts * n / 16, chunks of k, R::BYTES], n a
 // multiple of 16, with a map of boxes of BOX_TILES records. x has 16 bits. Table: of codes that are
 // indices; null for others. Dynamic shared memory: STAGES * (ROWS / 16 records, rounded up to 1024
 // bytes, and TOKENS * 256 + 16) instead.
-template <class R, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>
-__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+template <class R, typename T, int TOKENS, int STAGES, int GATE>
+__global__ void __launch_bounds__(experts::THREADS, 1)
     experts_product_codes(const __grid_constant__ TensorMap x,
-                          const __grid_constant__ TensorMap records, const grouped::Table* table, const T* bias, const Tile* tiles,
-                          const int* num_tiles, T* out, int n, int k, int first_row,
-                          int is_history) {
+                          const __grid_constant__ TensorMap records, const grouped::Table* table,
+                          const T* bias, const Tile* tiles, const int* num_tiles, T* out, int n,
+                          int k, int first_row, int is_history) {
     const experts::Operands at = {nullptr, nullptr, bias,      tiles,     num_tiles,
                                   n,       k,       first_row, is_history};
-    experts::Codes<R, ROWS> codes = {records, {}};
+    experts::Codes<R> codes = {records, {}};
     if constexpr (R::CODES == grouped::TABLE) codes.table = *table;
-    experts::mainloop<experts::Codes<R, ROWS>, T, TOKENS, ROWS, GROUPS, STAGES, GATE, false>(
-        x, codes, at, out);
+    experts::mainloop<experts::Codes<R>, T, TOKENS, STAGES, 1, GATE, false>(x, codes, at, out);
 }

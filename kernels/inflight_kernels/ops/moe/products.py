@@ -68,6 +68,15 @@ def input_type(values: WeightType) -> torch.dtype:
     return torch.bfloat16 if isinstance(values, GroupedKind) else values
 
 
+ROWS, _GROUPS = 128, 2
+"""Rows of a weight in a tile, and consumer warpgroups that share them, as in experts_hopper.cu. Two
+of them, so that one's products hide what the other does after its own."""
+
+_THREADS = 128 * (_GROUPS + 1)
+
+_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
+"""Shared memory of a multiprocessor, and what the driver takes of it for each block."""
+
 _CHUNK = 64
 """Rows of x that are copied at once, as in experts_hopper.cu."""
 
@@ -77,20 +86,18 @@ _ALIGNMENT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tile of a product.
+    """A tile of a product: rows of x, of one expert, by ROWS rows of its weight.
 
     Attributes:
-        tokens: rows of x, of one expert.
-        rows: rows of its weight.
-        groups: consumer warpgroups.
+        tokens: rows of x.
         pair: whether a cluster of two blocks shares its rows of x.
+        blocks: of a multiprocessor.
         record_bytes: of a record of the weight; 0 if it has values of x's type.
     """
 
     tokens: int
-    rows: int
-    groups: int = 1
     pair: bool = False
+    blocks: int = 1
     record_bytes: int = 0
 
     @property
@@ -98,21 +105,19 @@ class Shape:
         """Rows of x that a block copies at once."""
         return min(self.tokens, _CHUNK) // (2 if self.pair else 1)
 
-    def blocks(self, max_tiles: int, n: int, num_sms: int) -> int:
-        """To launch for so many tiles at most of weights with n rows: each fills a multiprocessor,
-        and iterates over its share."""
+    def grid(self, max_tiles: int, n: int, num_sms: int) -> int:
+        """Blocks to launch for so many tiles at most of weights with n rows: as many as the device
+        has at once, each of which iterates over its share."""
         shares = 2 if self.pair else 1
-        return min(max_tiles * -(-n // (self.rows * shares)), num_sms // shares) * shares
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 128 * (self.groups + 1)
+        return min(max_tiles * -(-n // (ROWS * shares)), num_sms * self.blocks // shares) * shares
 
     @property
     def stages(self) -> int:
         """Pipeline stages in shared memory: as many as fit."""
-        return (MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
+        room = MAX_SHARED_BYTES
+        if self.blocks > 1:
+            room = _MULTIPROCESSOR_BYTES // self.blocks - _RESERVED_BYTES
+        return (room - self._other_bytes) // self._step_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -122,91 +127,64 @@ class Shape:
     @property
     def _step_bytes(self) -> int:
         if not self.record_bytes:
-            return (self.tokens + self.rows) * STAGE_DEPTH_BYTES + 16
-        records = self.rows // RECORD_ROWS * self.record_bytes
+            return (self.tokens + ROWS) * STAGE_DEPTH_BYTES + 16
+        records = ROWS // RECORD_ROWS * self.record_bytes
         x_bytes = self.tokens * RECORD_COLUMNS * torch.bfloat16.itemsize
         return -(-records // _ALIGNMENT) * _ALIGNMENT + x_bytes + 16
 
     @property
     def _other_bytes(self) -> int:
         # Sums of a chunk on their way out, 64 columns of each group.
-        return 1024 + self.groups * min(self.tokens, _CHUNK) * (64 + 8) * 2
+        return _GROUPS * min(self.tokens, _CHUNK) * (64 + 8) * 2
 
 
 _FEW_TOKENS = (MIN_TILE, 16, 32, 64)
-_FEW_ROWS = (64, 48)
-_SHORT_BYTES = 1024
-"""Rows of a weight up to which a consumer takes longer for what follows a product than for the
-product, so that two of them share a tile."""
-_SOME = Shape(128, 128, 2)
-_MANY = Shape(256, 128, 2, pair=True)
+_TWO_BLOCKS_TOKENS = 32
+"""Up to which two blocks have registers enough. Tiles of 8-bit values are so short that the start
+and end of a block are a notable part of them, which those of the other block hide."""
+
+_SOME = Shape(128)
+_MANY = Shape(256, pair=True)
 # Sums of 8 bits take twice the registers.
-_MANY_BYTES = Shape(128, 128, 2, pair=True)
-
-
-# Two consumers decode, so that one's products hide the other's arithmetic.
-_CODES_ROWS, _CODES_GROUPS = 128, 2
+_MANY_BYTES = Shape(128, pair=True)
 
 
 @functools.lru_cache(maxsize=4096)
 def tile_of(num_tokens: int, num_experts: int, top_k: int, values: WeightType) -> int:
-    """Rows of an expert that are multiplied at once: as many as hardly any expert exceeds if tokens
-    are spread evenly, since a second tile reads the weight again.
+    """Rows of an expert that are multiplied at once: as many as few experts exceed if tokens are
+    spread evenly. A second tile reads the weight again, from the L2 cache, but rows that a tile has
+    and an expert has not take their share of what a multiprocessor can load.
 
     Args:
         num_tokens, num_experts, top_k: T, E and k.
         values: of the weights.
     """
     mean = num_tokens * top_k / num_experts
-    likely = min(mean + 3 * math.sqrt(mean) + 1, num_tokens)
+    likely = min(mean + 2 * math.sqrt(mean), num_tokens)
     most = _many(values).tokens
     return next((size for size in (*_FEW_TOKENS, _SOME.tokens) if likely <= size < most), most)
 
 
 def _many(values: WeightType) -> Shape:
     if isinstance(values, GroupedKind):
-        return _shape_for_codes(_SOME.tokens, values)
+        return Shape(_SOME.tokens, record_bytes=values.record_bytes)
     return _MANY_BYTES if values.itemsize == 1 else _MANY
 
 
-def _shape_for_codes(tokens: int, kind: GroupedKind) -> Shape:
-    return Shape(tokens, _CODES_ROWS, _CODES_GROUPS, record_bytes=kind.record_bytes)
-
-
-@functools.lru_cache(maxsize=4096)
-def shape_of(
-    tile: int,
-    n: int,
-    k: int,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    values: WeightType,
-    num_sms: int,
-) -> Shape:
+def shape_of(tile: int, values: WeightType) -> Shape:
     """The shape of a product's tiles.
 
     Args:
         tile: from `tile_of`.
-        n, k: rows and columns of an expert's weight.
-        num_tokens, num_experts, top_k: T, E and experts per token.
         values: of the weight.
-        num_sms: multiprocessors of the device.
     """
     if isinstance(values, GroupedKind):
-        return _shape_for_codes(tile, values)
+        return Shape(tile, record_bytes=values.record_bytes)
     if tile > _FEW_TOKENS[-1]:
         many = _many(values)
         return many if tile == many.tokens else _SOME
-    if k * values.itemsize <= _SHORT_BYTES and num_tokens > 1:
-        return Shape(tile, 128, 2)
-    # Distinct experts of so many tokens.
-    experts = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
-
-    def work(rows: int) -> float:
-        return math.ceil(round(experts * math.ceil(n / rows), 3) / num_sms) * rows
-
-    return Shape(tile, min(_FEW_ROWS, key=work))
+    is_short = values.itemsize == 1 and tile <= _TWO_BLOCKS_TOKENS
+    return Shape(tile, blocks=2 if is_short else 1)
 
 
 def product(
@@ -243,14 +221,15 @@ def product(
         return
     if not is_hopper():
         raise RuntimeError("this kernel requires a Hopper GPU")
-    rows, values, sms = values_of(x), type_of(weight), num_multiprocessors()
+    rows, values = values_of(x), type_of(weight)
     num_experts, top_k = routed.num_experts, routed.top_k
     num_rows, is_single = num_tokens * top_k, len(rows) == 1
     tile = tile_of(num_tokens, num_experts, top_k, values)
-    cut = shape_of(tile, n, k, num_tokens, num_experts, top_k, values, sms)
+    cut = shape_of(tile, values)
+    max_tiles = min(num_experts, num_rows) + num_rows // cut.tokens
     kernel("experts_hopper", _name(cut, values, gate))(
-        cut.blocks(min(num_experts, num_rows) + num_rows // cut.tokens, n, sms),
-        cut.threads,
+        cut.grid(max_tiles, n, num_multiprocessors()),
+        _THREADS,
         matrix_map(rows, (cut.box, STAGE_DEPTH_BYTES // rows.itemsize), 128),
         *_weight_arguments(x, weight, cut),
         0 if bias is None else bias,
@@ -272,7 +251,7 @@ def _weight_arguments(x: Operand, weight: ExpertsWeight, cut: Shape) -> tuple[ob
         records = record_map(weight.records, grouped_rows.BOX_TILES)
         return records, 0 if weight.table is None else weight.table
     matrix = values_of(weight)
-    box = cut.rows, STAGE_DEPTH_BYTES // matrix.itemsize
+    box = ROWS, STAGE_DEPTH_BYTES // matrix.itemsize
     return (
         matrix_map(matrix.view(-1, matrix.shape[2]), box, 128),
         x.scales if isinstance(x, ScaledRows) else 0,
@@ -282,13 +261,12 @@ def _weight_arguments(x: Operand, weight: ExpertsWeight, cut: Shape) -> tuple[ob
 
 def _name(cut: Shape, values: WeightType, gate: int) -> str:
     storage = STORAGE_TYPES[torch.bfloat16]
+    kind, sizes = "experts_product", f"{cut.tokens}, {cut.stages}"
     if isinstance(values, GroupedKind):
-        kind, value_type = "experts_product_codes", values.name
-    else:
-        kind = "experts_product_pairs" if cut.pair else "experts_product"
-        value_type = _VALUE_TYPES[values]
-    sizes = f"{cut.tokens}, {cut.rows}, {cut.groups}, {cut.stages}"
-    return f"{kind}<{value_type}, {storage}, {sizes}, {gate}>"
+        return f"{kind}_codes<{values.name}, {storage}, {sizes}, {gate}>"
+    if cut.pair:
+        return f"{kind}_pairs<{_VALUE_TYPES[values]}, {storage}, {sizes}, {gate}>"
+    return f"{kind}<{_VALUE_TYPES[values]}, {storage}, {sizes}, {cut.blocks}, {gate}>"
 
 
 _VALUE_TYPES = {torch.bfloat16: STORAGE_TYPES[torch.bfloat16], **BYTE_TYPES}
@@ -353,14 +331,15 @@ _GPT_OSS = GroupedKind(grouped_rows.E2M1, 32, minimums=False)
 def instantiations() -> list[Instantiation]:
     """All kernels of this module; of records, those of gpt-oss, and with the most registers those
     of each other kind."""
-    few = [Shape(tokens, rows) for tokens in _FEW_TOKENS for rows in _FEW_ROWS]
-    few += [Shape(tokens, 128, 2) for tokens in _FEW_TOKENS]
     cuts: list[tuple[Shape, WeightType]] = [
         (cut, values)
         for values in _VALUE_TYPES
-        for cut in (*few, *((_SOME, _MANY) if values == torch.bfloat16 else (_MANY_BYTES,)))
+        for cut in (
+            *(shape_of(tokens, values) for tokens in _FEW_TOKENS),
+            *((_SOME, _MANY) if values == torch.bfloat16 else (_MANY_BYTES,)),
+        )
     ]
-    cuts += [(_shape_for_codes(tokens, _GPT_OSS), _GPT_OSS) for tokens in _FEW_TOKENS]
+    cuts += [(shape_of(tokens, _GPT_OSS), _GPT_OSS) for tokens in _FEW_TOKENS]
     cuts += [(_many(kind), kind) for kind in grouped_rows.KINDS]
     products = [
         tuple(_name(cut, values, gate) for gate in (PLAIN, SILU, CLAMPED)) for cut, values in cuts
