@@ -20,7 +20,14 @@ from inflight.models.layers import attention as attention_layers
 from inflight.models.linear import grouped_cuda, scaled_cuda, unquantized_cuda
 from inflight_kernels.ops.attention import operands
 from inflight_kernels.ops.latent import products as latent_products
-from inflight_kernels.ops.linear import gemm, grouped, grouped_gemm, skinny_gemm, weight_only
+from inflight_kernels.ops.linear import (
+    few_gemm,
+    gemm,
+    grouped,
+    grouped_gemm,
+    skinny_gemm,
+    weight_only,
+)
 from inflight_kernels.ops.moe import few, few_sizes, products
 from inflight_kernels.runtime.recording import Launched, record_launches
 
@@ -51,7 +58,7 @@ def recording(
     modules = (
         *(attention_layers, operands, decoder_cuda, scaled_cuda, unquantized_cuda),
         *(grouped_cuda, grouped, grouped_gemm),
-        *(gemm, latent_products, skinny_gemm, weight_only, products, few, few_sizes),
+        *(gemm, latent_products, few_gemm, skinny_gemm, weight_only, products, few, few_sizes),
     )
     for module in modules:
         for name, place in gpu.items():

@@ -37,6 +37,24 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
     return strided_map(matrix.data_ptr(), (rows, columns), strides, box, l2_sector, SWIZZLE_128B)
 
 
+def box_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> object:
+    """As `matrix_map`, of copies with more than 128 bytes of each row.
+
+    Args:
+        matrix: [rows, columns] contiguous, of whole boxes of 128 bytes.
+        box: boxes and rows per copy, a box with 128 bytes of each row behind the other.
+        l2_sector: see there.
+    """
+    rows, columns = matrix.shape
+    row_bytes = columns * matrix.itemsize
+    shape = row_bytes // _BOX_BYTES, rows, _BOX_BYTES // matrix.itemsize
+    strides = _BOX_BYTES, row_bytes, matrix.itemsize
+    sizes = *box, shape[2]
+    return strided_map(matrix.data_ptr(), shape, strides, sizes, l2_sector, SWIZZLE_128B)
+
+
+_BOX_BYTES = 128
+
 _RECORD_PARTS, _RECORD_SIZE = 2, 8
 
 

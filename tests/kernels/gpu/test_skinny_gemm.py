@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from graph_replay import check_replays
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops.linear import skinny_gemm
+from inflight_kernels.ops.linear import few_gemm, skinny_gemm
 from inflight_kernels.ops.linear.operands import STAGE_DEPTH_BYTES
 from inflight_kernels.ops.linear.skinny_gemm import MAX_TOKENS, Plan, linear, plan
 from inflight_kernels.runtime.launch import num_multiprocessors
@@ -121,6 +122,33 @@ def test_tiles_of_every_size_come_to_the_same(
     out = Guarded(*expected.shape, dtype=dtype)
     linear(x, weight, bias=bias, residual=residual, out=out.tensor, gated=gated)
     assert relative_error(out.check(), expected + residual.double()) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", few_gemm.ROWS)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(("blocks", "k"), [(5, 1024), (2, 2880), (2, 64)])
+def test_tiles_of_every_size_of_very_few_tokens_come_to_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: int,
+    k: int,
+    tokens: int,
+    rows: int,
+    dtype: torch.dtype,
+) -> None:
+    """Five tiles, the last of them not whole; of 2 blocks, some more than the ring has stages."""
+    n = 5 * rows - 6
+    cut = few_gemm.plan_of(rows, tokens, n, k, blocks)
+    if k == 2880:
+        cut = replace(cut, boxes=2, stages=8)
+    monkeypatch.setattr(few_gemm, "plan", lambda *shape: cut)
+    monkeypatch.setattr(few_gemm, "prefers", lambda *shape: True)
+    x, weight = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype, scale=k**-0.5)
+    bias, residual = _random(n, dtype=dtype), _random(tokens, n, dtype=dtype)
+    out = Guarded(tokens, n, dtype=dtype)
+    linear(x, weight, bias=bias, residual=residual, out=out.tensor)
+    expected = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    assert relative_error(out.check(), expected) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])

@@ -33,7 +33,10 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"|sampl|argmax|greedy|penalt|multinomial|softmax",
         ),
         ("batch state", r"^(begin|end)_step$|^write_(tables|row_params)$"),
-        ("experts", r"^(few|score)_|expert|^route|gather(ed)?_rows$|sum_rms_norm|^moe"),
+        (
+            "experts",
+            r"^few_(gate_up|down)|^score_|expert|^route|gather(ed)?_rows$|sum_rms_norm|^moe",
+        ),
         (
             "linear",
             r"gemm|gemv|^grouped_|matmul|nvjet|cutlass|cublas|splitk|linear|aten::(add)?mm$",

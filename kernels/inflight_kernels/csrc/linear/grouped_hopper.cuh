@@ -16,13 +16,7 @@ constexpr int BOX_TILES = 4;
 // last one. See record_map of runtime/tensor_map.py.
 __device__ inline void copy_records(void* shared, const TensorMap* map, int row_tile, int chunk,
                                     Barrier* barrier) {
-    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
-        "l"(map), "r"(0), "r"(2 * chunk), "r"(row_tile), "r"(shared_address(barrier)),
-        "l"(EVICT_FIRST)
-        : "memory");
+    tma_load_3d_evict_first(shared, map, row_tile, 2 * chunk, barrier);
 }
 
 // acc[64 x N] = a[64 x 16] @ b[N x 16]^T, or += if `add`; as `wgmma` of hopper_linear.cuh, with a

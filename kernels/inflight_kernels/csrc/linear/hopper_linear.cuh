@@ -83,6 +83,28 @@ __device__ inline void tma_load(void* shared, const TensorMap* map, int row, int
         : "memory");
 }
 
+// Like tma_load, for values that are used once: evicted first from the L2 cache.
+__device__ inline void tma_load_evict_first(void* shared, const TensorMap* map, int row, int column,
+                                            Barrier* barrier) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+        : "memory");
+}
+
+// The same of a map with three dimensions, from the start of the innermost one.
+__device__ inline void tma_load_3d_evict_first(void* shared, const TensorMap* map, int outer,
+                                               int middle, Barrier* barrier) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(0), "r"(middle), "r"(outer), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+        : "memory");
+}
+
 // ---------------------------------------------------------------- wgmma
 
 // What the tensor cores accumulate products of T in.

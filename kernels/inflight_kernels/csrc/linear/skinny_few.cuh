@@ -1,4 +1,4 @@
-// The epilogue of skinny_gemm.cu for very few tokens. sm_90a only.
+// The epilogue for very few tokens, of skinny_gemm.cu and few_gemm.cu. sm_90a only.
 #pragma once
 
 #include "linear/skinny_gemm.cuh"
@@ -6,11 +6,13 @@
 // Tokens of one atom: all of them are in the first warp, in the even pairs of its sums.
 constexpr int FEW = ATOM;
 
-// The epilogue for up to FEW tokens: a loop over the outputs, whose sums pass through shared memory,
-// so that all consumers take part. Unrolled over a thread's sums in registers, it takes longer: a
-// launch fetches its instructions anew, and with few tokens that is most of the time after the last
-// weights have arrived. In a pair, each block has half of the tile's columns.
-template <typename T, typename Out, int ROWS, bool GATED, bool PAIR, bool SCALED>
+// The epilogue for up to FEW tokens: a loop over the outputs, whose sums pass through shared
+// memory, so that all consumers take part. Unrolled over a thread's sums in registers, it takes
+// longer: a launch fetches its instructions anew, and with few tokens that is most of the time
+// after the last weights have arrived. In a pair, each block has half of the tile's columns. An
+// output is the sum of PARTIAL ones, and called by as many THREADS.
+template <typename T, typename Out, int ROWS, bool GATED, bool PAIR, bool SCALED,
+          int PARTIAL = PAIR ? 2 : 1, int THREADS = WARPS * 32>
 struct FewTokens {
     static constexpr int COLUMNS = GATED ? ROWS / 2 : ROWS;
     static constexpr int OWN = PAIR ? COLUMNS / 2 : COLUMNS;  // columns of this block
@@ -21,7 +23,7 @@ struct FewTokens {
     const T* residual;
     Out* out;
     int m, width;
-    float* sums;  // [FEW][ROWS] in shared memory; behind them in a pair those of the other block
+    float* sums;  // [PARTIAL][FEW][ROWS] in shared memory; in a pair, behind its own the other's
 
     // Of this thread's first output, loaded while the product is computed.
     float scales[PARTS], biases[PARTS], added;
@@ -75,7 +77,7 @@ struct FewTokens {
 
     __device__ void finish(int tile, int rank) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < m * OWN; i += WARPS * 32) {
+        for (int i = threadIdx.x; i < m * OWN; i += THREADS) {
             const int token = i / OWN, column = column_of(tile, rank, i);
             if (column >= width) continue;
             const bool is_first = i == threadIdx.x;
@@ -84,7 +86,10 @@ struct FewTokens {
             for (int part = 0; part < PARTS; part++) {
                 const float* const sum =
                     sums + token * ROWS + part * COLUMNS + rank * OWN + i % OWN;
-                value[part] = PAIR ? sum[0] + sum[FEW * ROWS] : sum[0];
+                value[part] = sum[0];
+#pragma unroll
+                for (int other = 1; other < PARTIAL; other++)
+                    value[part] += sum[other * FEW * ROWS];
                 if (SCALED) value[part] *= is_first ? scales[part] : scale_of(column, part);
                 if (bias) value[part] += is_first ? biases[part] : bias_of(column, part);
             }

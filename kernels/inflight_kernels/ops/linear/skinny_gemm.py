@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inflight_kernels.ops.linear import few_gemm
 from inflight_kernels.ops.linear.operands import (
     MAX_SHARED_BYTES,
     SCALED_OUT_TYPES,
     STAGE_DEPTH_BYTES,
     STORAGE_TYPES,
+    LinearOperands,
     NormedRows,
     Operand,
     SummedRows,
@@ -190,13 +192,34 @@ def linear(
         ValueError: wrong shape, type or alignment of an operand.
         RuntimeError: not a Hopper GPU.
     """
-    m, n, k, storage, out_type, value_type, scales, depth = check_linear_operands(
+    operands = check_linear_operands(
         x, weight, bias, residual, out, gated=gated, whole_vectors=False, max_tokens=MAX_TOKENS
     )
+    m, n, k, *_ = operands
     if not m or not n:
         return
     if not is_hopper():
         raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
+    is_few = not gated and few_gemm.prefers(m, n, k)
+    if is_few and isinstance(x, Tensor) and isinstance(weight, Tensor):
+        few_gemm.launch(operands, x, weight, bias, residual, out, pdl=pdl)
+    else:
+        _launch(operands, x, weight, bias, residual, out, gated=gated, pdl=pdl)
+
+
+def _launch(
+    operands: LinearOperands,
+    x: Operand,
+    weight: Operand,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool,
+    pdl: bool,
+) -> None:
+    """`linear` of operands that have been checked, by skinny_gemm.cu."""
+    m, n, k, storage, out_type, value_type, scales, depth = operands
     cut = plan(n, num_multiprocessors())
     if scales:
         name = _scaled_name(cut.rows, cut.pair, (value_type, storage), gated)

@@ -100,6 +100,7 @@ def test_an_empty_trace_is_an_error():
             "grouped_product",
             "linear",
         ),
+        ("void few_gemm<__nv_bfloat16, float, 24>(int)", "few_gemm", "linear"),
         ("void few_gate_up<Fp8, __nv_bfloat16, 4>(int)", "few_gate_up", "experts"),
         ("void experts_product_pairs<__nv_bfloat16, 128>(Map)", "experts_product_pairs", "experts"),
         ("route", "route", "experts"),
