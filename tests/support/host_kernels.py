@@ -526,6 +526,7 @@ class HostLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> None:
         self.weight = weight
         self._bias = bias
+        self._invariant = batch_invariant
 
     def input_rows(self, num_tokens: int) -> None:
         return None
@@ -534,9 +535,12 @@ class HostLinear:
         return False
 
     def sums(self, num_tokens: int) -> bool:
-        return False
+        return not self._invariant and num_tokens <= MAX_SUMMED_ROWS // 2
 
-    def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
+    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
+        if isinstance(x, NormedRows | SummedRows):
+            x = _normed(x)
+        assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         kind = out.dtype  # logits in float32 are not rounded on their way
         product = transformer.linear(x[:num_tokens].to(kind), self.weight.to(kind), self._bias)
         out[:num_tokens] = product
@@ -547,6 +551,15 @@ class HostLinear:
     def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         both = transformer.linear(x[:num_tokens], self.weight, self._bias)
         out[:num_tokens] = transformer.silu_mul(both)
+
+
+def _normed(x: NormedRows | SummedRows) -> Tensor:
+    """The norm, after the sum is written where it belongs."""
+    residual = x.residual if isinstance(x, SummedRows) else None
+    normed, total = transformer.rms_norm(x.rows, x.weight, x.eps, residual)
+    if isinstance(x, SummedRows):
+        x.total.copy_(total)
+    return normed
 
 
 class HostScaledLinear:
@@ -570,11 +583,8 @@ class HostScaledLinear:
         return not self._invariant and num_tokens <= MAX_SUMMED_ROWS // 2
 
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
-        if isinstance(x, SummedRows):
-            normed, total = transformer.rms_norm(x.rows, x.weight, x.eps, x.residual)
-            x.total.copy_(total)
-            x = normed
-        assert not isinstance(x, NormedRows), "these have norms of sums alone"
+        if isinstance(x, NormedRows | SummedRows):
+            x = _normed(x)
         out[:num_tokens] = self._product(x, num_tokens)
 
     def add(self, x: Tensor | ScaledRows, total: Tensor, num_tokens: int) -> None:

@@ -360,6 +360,7 @@ def test_mixtures_start_and_run_on_an_h200(
     assert ("few_scores_hopper" in stems) == (not batch_invariant)
     names = " ".join(name for _, name in launched)
     assert ("summing_skinny_gemm" in names) == (not batch_invariant and quantization == "fp8")
+    assert ("norm_few_gemm" in names) == (not batch_invariant and quantization == "none")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from graph_replay import check_replays
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops.linear import few_gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import STAGE_DEPTH_BYTES
+from inflight_kernels.ops.linear.operands import STAGE_DEPTH_BYTES, NormedRows, SummedRows
 from inflight_kernels.ops.linear.skinny_gemm import MAX_TOKENS, Plan, linear, plan
 from inflight_kernels.runtime.launch import num_multiprocessors
 from inflight_kernels.torch_ops import transformer
@@ -149,6 +149,73 @@ def test_tiles_of_every_size_of_very_few_tokens_come_to_the_same(
     linear(x, weight, bias=bias, residual=residual, out=out.tensor)
     expected = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
     assert relative_error(out.check(), expected) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+@pytest.mark.parametrize(
+    ("n", "k"), [(5120, 2880), (5120, 2048), (960, 576), (6141, 5120), (8, 64)]
+)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+def test_a_product_of_a_norm_is_that_of_the_reference(
+    tokens: int, n: int, k: int, is_sum: bool
+) -> None:
+    if not few_gemm.can_norm(tokens, n, k):
+        pytest.skip("x would leave too little room")
+    wide = _random(tokens, 2 * k, dtype=torch.bfloat16, scale=3.0)
+    rows, residual = wide[:, k:], torch.randn(tokens, k, device="cuda") * 5
+    norm = torch.rand(k, device="cuda") + 0.5
+    weight, bias = _random(n, k, dtype=wide.dtype, scale=k**-0.5), _random(n, dtype=wide.dtype)
+    total = Guarded(tokens, k, dtype=torch.float32)
+    x: NormedRows | SummedRows = NormedRows(rows, norm, 1e-5)
+    sums = rows.float()
+    if is_sum:
+        x = SummedRows(rows, residual, total.tensor, norm, 1e-5)
+        sums = sums + residual
+    out = Guarded(tokens, n, dtype=wide.dtype)
+    few_gemm.norm_linear(x, weight, bias, out=out.tensor)
+    factor = (sums.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    rounded = (sums * norm).to(wide.dtype).double()
+    expected = rounded @ weight.double().T * factor + bias.double()
+    assert relative_error(out.check(), expected) < ROUNDING[wide.dtype]
+    if is_sum:
+        assert torch.equal(total.check(), sums)
+
+
+def test_a_chain_of_norms_with_dependent_launches_replays_from_a_graph() -> None:
+    """As in a model whose residual stream is in float32."""
+    size = 2048
+    weights = [_random(size, size, dtype=torch.bfloat16, scale=size**-0.5) for _ in range(6)]
+    norm = torch.ones(size, device="cuda")
+    x = _random(2, size, dtype=torch.bfloat16)
+    states = [x, *(torch.empty_like(x) for _ in weights)]
+    first = torch.randn(2, size, device="cuda")
+    totals = [first, *(torch.empty_like(first) for _ in weights)]
+
+    def chain(pdl: bool) -> None:
+        for i, weight in enumerate(weights):
+            summed = SummedRows(states[i], totals[i], totals[i + 1], norm, 1e-6)
+            few_gemm.norm_linear(summed, weight, out=states[i + 1], pdl=pdl)
+
+    check_replays(chain, [x, *totals[1:], *states[1:]])
+    check_replays(chain, [x, *states[1:], *totals[1:]])
+
+
+def test_norms_of_other_operands_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight = (_random(size, 2048, dtype=torch.bfloat16) for size in (2, 5120))
+    residual, total = (torch.zeros(2, 2048, device="cuda") for _ in range(2))
+    x = SummedRows(rows, residual, total, torch.ones(2048, device="cuda"), 1e-6)
+    out = torch.empty(2, 5120, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="norm's weight"):
+        few_gemm.norm_linear(x._replace(weight=x.weight.bfloat16()), weight, out=out)
+    with pytest.raises(ValueError, match="total is"):
+        few_gemm.norm_linear(x._replace(total=x.total[:1]), weight, out=out)
+    with pytest.raises(ValueError, match="allowed: bfloat16"):
+        few_gemm.norm_linear(x, weight, out=out.float())
+    with pytest.raises(ValueError, match="can_norm"):
+        few_gemm.norm_linear(x, weight.repeat(2, 1), out=out.repeat(1, 2))
+    monkeypatch.setattr(few_gemm, "is_hopper", lambda: False)
+    with pytest.raises(RuntimeError, match="Hopper"):
+        few_gemm.norm_linear(x, weight, out=out)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])

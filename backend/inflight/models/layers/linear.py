@@ -49,7 +49,8 @@ class CudaSublayer(Protocol):
         """Whether it computes the norm of so many rows on the way, and so takes x as NormedRows."""
 
     def sums(self, num_tokens: int) -> bool:
-        """Whether `product` also computes the sum that is normed, and so takes x as SummedRows."""
+        """Whether `product` computes the norm of so many rows, or of their sum with others, on the
+        way, and so takes x as NormedRows or SummedRows."""
 
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         """out = layer(x), of a linear one x @ weight.T + bias; out in float32 or in x's dtype."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from inflight.models.layers.linear import INVARIANT_ROWS
 from inflight_kernels.ops.activation import silu_mul
-from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import Input
+from inflight_kernels.ops.linear import few_gemm, gemm, skinny_gemm
+from inflight_kernels.ops.linear.operands import Input, NormedRows, SummedRows
 
 
 class CudaLinear:
@@ -46,11 +46,16 @@ class CudaLinear:
         return False
 
     def sums(self, num_tokens: int) -> bool:
-        return False
+        n, k = self.weight.shape
+        is_supported = self.weight.dtype == torch.bfloat16 and few_gemm.can_norm(num_tokens, n, k)
+        return is_supported and not self._batch_invariant
 
     def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
-        assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         weight, bias = self.weight, self._bias
+        if isinstance(x, NormedRows | SummedRows):
+            few_gemm.norm_linear(x, weight, bias, out=out[:num_tokens], pdl=self._is_constant)
+            return
+        assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         widens = out.dtype != x.dtype
         n, k = weight.shape
         if self._uses_skinny_gemm(num_tokens):

@@ -1,7 +1,8 @@
 """Linear layers for up to 8 tokens, in 16 bits. Shapes: m tokens, k inputs, n rows of the weight.
 
-Used by `skinny_gemm.linear`, where it is faster; see few_gemm.cu. Requires a Hopper GPU. The tiling
-and the order of summation are fixed by `plan`: results are bitwise reproducible.
+`skinny_gemm.linear` uses the kernel where it is faster; `norm_linear` has a norm before it. They
+require a Hopper GPU. The tiling and the order of summation are fixed by `plan`: results are bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.operands import (
@@ -16,9 +18,12 @@ from inflight_kernels.ops.linear.operands import (
     STAGE_DEPTH_BYTES,
     STORAGE_TYPES,
     LinearOperands,
+    NormedRows,
+    SummedRows,
+    check_linear_operands,
 )
 from inflight_kernels.runtime.compile import Instantiation
-from inflight_kernels.runtime.launch import kernel, num_multiprocessors
+from inflight_kernels.runtime.launch import check, is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import box_map
 
 MAX_TOKENS = 8
@@ -90,7 +95,7 @@ def plan_of(rows: int, m: int, n: int, k: int, blocks: int) -> Plan:
     box_bytes, all_boxes = rows * STAGE_DEPTH_BYTES, k * 2 // STAGE_DEPTH_BYTES
     boxes = max(1, min(_STAGE_BYTES // box_bytes, all_boxes // _CONSUMERS))
     of_consumers = _CONSUMERS * (boxes * box_bytes + 16)
-    other_bytes = m * (k + 8) * 2 + _CONSUMERS * MAX_TOKENS * rows * 4
+    other_bytes = m * (k + 8) * 2 + _CONSUMERS * MAX_TOKENS * (1 + rows) * 4
     rounds = -(-all_boxes // (boxes * _CONSUMERS)) * -(-n // (rows * blocks))
     if other_bytes + rounds * of_consumers > MAX_SHARED_BYTES:
         rounds = max(1, (_SHARED_BYTES - other_bytes) // of_consumers)
@@ -109,20 +114,36 @@ def launch(
     pdl: bool,
 ) -> None:
     """`skinny_gemm.linear` of operands that have been checked."""
-    m, n, k, storage, out_type, *_ = operands
-    cut = plan(m, n, k, num_multiprocessors())
-    kernel("few_gemm", _name(cut.rows, storage, out_type))(
+    cut = _plan_of(operands)
+    name = _name(cut.rows, operands.storage, operands.out_type)
+    addends = [0 if addend is None else addend for addend in (bias, residual)]
+    _launch(name, cut, operands, (x, x.stride(0)), weight, (*addends, out), pdl=pdl)
+
+
+def _plan_of(operands: LinearOperands) -> Plan:
+    return plan(operands.m, operands.n, operands.k, num_multiprocessors())
+
+
+def _launch(
+    name: str,
+    cut: Plan,
+    operands: LinearOperands,
+    x: tuple[object, ...],
+    weight: Tensor,
+    outputs: tuple[object, ...],
+    *,
+    pdl: bool,
+) -> None:
+    """Either kernel, with the arguments of its x, and with what is added, and out."""
+    kernel("few_gemm", name)(
         cut.blocks,
         _THREADS,
-        x,
-        x.stride(0),
+        *x,
         box_map(weight, (cut.boxes, cut.rows), 128),
-        0 if bias is None else bias,
-        0 if residual is None else residual,
-        out,
-        m,
-        n,
-        k,
+        *outputs,
+        operands.m,
+        operands.n,
+        operands.k,
         cut.stages,
         cut.boxes,
         shared=cut.shared_bytes,
@@ -130,8 +151,78 @@ def launch(
     )
 
 
+def can_norm(m: int, n: int, k: int) -> bool:
+    """Whether `norm_linear` supports such a product, on this device; then it is faster than a norm
+    and a product."""
+    return is_hopper() and m >= 1 and prefers(m, n, k)
+
+
+def norm_linear(
+    x: NormedRows | SummedRows,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
+    """norm @ weight.T + bias -> out, accumulated in float32, of the norm of rows, or of their sum
+    with others, which is written on the way.
+
+    Each block computes the norm for itself: that saves a launch. What is rounded to bfloat16 and
+    multiplied is x * norm weight; the root of the mean of squares divides the products.
+
+    Args:
+        x: [m, k] bfloat16; see `can_norm`.
+        weight: [n, k] bfloat16.
+        bias: [n] bfloat16.
+        out: [m, n] bfloat16.
+        pdl: see `Kernel`. The first stages of the weights are read during the preceding kernel,
+            which must not write them, nor the norm's weight.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+        RuntimeError: not a Hopper GPU.
+    """
+    operands = check_linear_operands(
+        x.rows, weight, bias, None, out, gated=False, whole_vectors=False, max_tokens=MAX_TOKENS
+    )
+    m, n, k, *_ = operands
+    sums = _check_norm(x, operands)
+    if not is_hopper():
+        raise RuntimeError("this kernel requires a Hopper GPU; see `can_norm`")
+    if not can_norm(m, n, k):
+        raise ValueError(f"[{m}, {k}] @ [{n}, {k}].T is not supported; see `can_norm`")
+    cut = _plan_of(operands)
+    rows = (x.rows, x.rows.stride(0), *sums, x.weight, x.eps)
+    outputs = (0 if bias is None else bias, out)
+    _launch(_norm_name(cut.rows), cut, operands, rows, weight, outputs, pdl=pdl)
+
+
+def _check_norm(
+    x: NormedRows | SummedRows, operands: LinearOperands
+) -> tuple[Tensor | int, Tensor | int]:
+    """Check what a norm needs besides rows; returns what is added to them, and where the sum is
+    written, or null for both."""
+    if not operands.storage == operands.out_type == _NORM_STORAGE:
+        raise ValueError(f"x is {operands.storage} and out {operands.out_type}; allowed: bfloat16")
+    shape = operands.m, operands.k
+    check("the norm's weight", x.weight, shape[1:], torch.float32)
+    if not isinstance(x, SummedRows):
+        return 0, 0
+    for name, rows in (("residual", x.residual), ("total", x.total)):
+        check(name, rows, shape, torch.float32)
+    return x.residual, x.total
+
+
+_NORM_STORAGE = STORAGE_TYPES[torch.bfloat16]
+
+
 def _name(rows: int, storage: str, out_type: str) -> str:
     return f"few_gemm<{storage}, {out_type}, {rows}>"
+
+
+def _norm_name(rows: int) -> str:
+    return f"norm_few_gemm<{_NORM_STORAGE}, {rows}>"
 
 
 def instantiations() -> list[Instantiation]:
@@ -139,4 +230,6 @@ def instantiations() -> list[Instantiation]:
     types = [
         (storage, out_type) for storage in STORAGE_TYPES.values() for out_type in (storage, "float")
     ]
-    return [("few_gemm", tuple(_name(rows, *names) for rows in ROWS), ()) for names in types]
+    names = [tuple(_name(rows, *both) for rows in ROWS) for both in types]
+    names.append(tuple(map(_norm_name, ROWS)))
+    return [("few_gemm", of_types, ()) for of_types in names]

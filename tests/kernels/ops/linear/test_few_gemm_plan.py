@@ -10,7 +10,12 @@ import torch
 
 from inflight_kernels.ops.linear import few_gemm, skinny_gemm
 from inflight_kernels.ops.linear.few_gemm import MAX_TOKENS, ROWS, instantiations, plan, prefers
-from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES, STAGE_DEPTH_BYTES
+from inflight_kernels.ops.linear.operands import (
+    MAX_SHARED_BYTES,
+    STAGE_DEPTH_BYTES,
+    NormedRows,
+    SummedRows,
+)
 from inflight_kernels.runtime.recording import record_launches
 
 HOPPER = 132
@@ -26,7 +31,7 @@ SHAPES = [
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (few_gemm, skinny_gemm):
         monkeypatch.setattr(module, "num_multiprocessors", lambda: HOPPER)
-    monkeypatch.setattr(skinny_gemm, "is_hopper", lambda: True)
+        monkeypatch.setattr(module, "is_hopper", lambda: True)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -105,13 +110,45 @@ def test_a_product_has_a_compiled_kernel(
     assert set(launched) <= compiled
 
 
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_the_norm_of_few_tokens_is_part_of_their_product(is_sum: bool) -> None:
+    compiled = {name for _, names, _ in instantiations() for name in names}
+    x = _norm_of(2, 2048, is_sum=is_sum)
+    weight = torch.empty(5120, 2048, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(2, 5120, dtype=torch.bfloat16, device="meta")
+    assert few_gemm.can_norm(2, 5120, 2048)
+    with record_launches() as launched:
+        few_gemm.norm_linear(x, weight, out=out)
+    assert list(launched) == [("few_gemm", "norm_few_gemm<__nv_bfloat16, 40>")]
+    assert {name for _, name in launched} <= compiled
+
+
+def test_norms_are_for_few_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert few_gemm.can_norm(2, 5120, 2048)
+    assert not few_gemm.can_norm(0, 5120, 2048)
+    assert not few_gemm.can_norm(2, 10240, 2048)
+    monkeypatch.setattr(few_gemm, "is_hopper", lambda: False)
+    assert not few_gemm.can_norm(2, 5120, 2048)
+
+
+def _norm_of(m: int, k: int, *, is_sum: bool) -> NormedRows | SummedRows:
+    rows = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(k, device="meta")
+    if not is_sum:
+        return NormedRows(rows, weight, 1e-6)
+    residual, total = (torch.empty(m, k, device="meta") for _ in range(2))
+    return SummedRows(rows, residual, total, weight, 1e-6)
+
+
 def test_every_tile_is_compiled_for_every_type() -> None:
+    """Of x in two types, and out in x's or in float32; and of norms in bfloat16."""
     names = [name for _, names, _ in instantiations() for name in names]
-    assert len(names) == len(set(names)) == 4 * len(ROWS)
+    assert len(names) == len(set(names)) == (4 + 1) * len(ROWS)
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
     source = (Path(few_gemm.__file__).parents[2] / "csrc/linear/few_gemm.cu").read_text()
     found = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", source)}
     assert found["CONSUMERS"] == few_gemm._CONSUMERS
+    assert found["VECTORS"] * found["CONSUMERS"] * 32 * 8 >= few_gemm._MAX_INPUTS
     assert (found["CONSUMERS"] + 1) * 32 == few_gemm._THREADS
