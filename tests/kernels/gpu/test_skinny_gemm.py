@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from graph_replay import check_replays
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops.linear import few_gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import STAGE_DEPTH_BYTES, NormedRows, SummedRows
+from inflight_kernels.ops.linear.operands import (
+    MAX_SHARED_BYTES,
+    STAGE_DEPTH_BYTES,
+    NormedRows,
+    SummedRows,
+)
 from inflight_kernels.ops.linear.skinny_gemm import MAX_TOKENS, Plan, linear, plan
 from inflight_kernels.runtime.launch import num_multiprocessors
 from inflight_kernels.torch_ops import transformer
@@ -140,7 +145,7 @@ def test_tiles_of_every_size_of_very_few_tokens_come_to_the_same(
     n = 5 * rows - 6
     cut = few_gemm.plan_of(rows, tokens, n, k, blocks)
     if k == 2880:
-        cut = replace(cut, boxes=2, stages=8)
+        cut = replace(cut, boxes=2, stages=8, shared_bytes=MAX_SHARED_BYTES)
     monkeypatch.setattr(few_gemm, "plan", lambda *shape: cut)
     monkeypatch.setattr(few_gemm, "prefers", lambda *shape: True)
     x, weight = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype, scale=k**-0.5)
