@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -18,6 +19,8 @@ import pytest
 
 import long_results
 from failpoint import failpoint
+from inflight.ipc.heartbeat import stacks_of
+from inflight.ipc.processes import Process
 from inflight.supervision.keeper import STABLE_S
 from kserve import Refused, Stream, ask, generate, request, tensor, text
 from supervised import Serving, serve
@@ -152,11 +155,28 @@ def test_a_fault_ends_streams_with_an_error_and_is_repaired(
     serving.wait_until(lambda: serving.health()[0] == 200, 5)
     serving.wait_until(lambda: len(serving.children()) == num_children, 10)
     assert not [path for path in regions - serving.regions() if path.exists()]
+    if (what, how) == ("llm", signal.SIGSTOP):
+        log = serving.log.read_text(errors="replace")
+        assert "supervisor: llm: it is stopped" in log
+        assert "has a process that hangs, of the model llm" in log
     if what == "engine":
         assert serving.pid_of("engine") != engine
     else:
         assert serving.pid_of("engine") == engine
         assert complete(serving, LONG_PROMPT) > 0, "the prefix cache is warm"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("model", ["llm", "tokenizer", "detokenizer"])
+def test_a_process_of_a_model_says_where_its_threads_are(serving: Serving, model: str) -> None:
+    """As the supervisor asks one that hangs; here it goes on."""
+    canary = serving.canary()
+    stub = Process.find(serving.pid_of(model))
+    assert stub is not None
+    found = stacks_of(stub, serving.runtime_folder / f"stub-{stub.pid}.stacks")
+    assert any(re.search(r"File .*heartbeat\.py.* in beat$", line) for line in found), found
+    serving.wait_until_serving(canary)
+    assert serving.pid_of(model) == stub.pid
 
 
 @pytest.mark.alone

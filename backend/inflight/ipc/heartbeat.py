@@ -1,23 +1,33 @@
 """Heartbeats: a process states by when it will have made progress, and its supervisor checks.
 
 The deadline is in a mapped file, so a beat costs no system call, and a process that is stopped or
-whose threads are stuck cannot move it.
+whose threads are stuck cannot move it. Where they are stuck it writes to another file, if a signal
+asks for that: the handler is in C and needs neither memory nor the interpreter's lock, which may be
+what threads wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
+import signal
 import struct
 import threading
 import time
 from pathlib import Path
 
 from inflight.core.mapped_file import map_file
+from inflight.ipc.processes import Process
 
 # Of a process that beats regardless of its work.
 INTERVAL_S = 0.5
 PATIENCE_S = 3.5
 _DEADLINE = struct.Struct("=d")
+
+STACKS_SIGNAL = signal.SIGUSR2
+STACKS_WAIT_S = 0.5
+_STACKS_POLL_S = 0.02
 
 
 class Heartbeat:
@@ -67,3 +77,44 @@ def overdue_s(path: Path) -> float:
         if deadline:
             return float(max(0.0, time.monotonic() - deadline))
     return 0.0
+
+
+def write_stacks_on_request(path: Path) -> None:
+    """For the rest of this process's life.
+
+    Args:
+        path: of the file; replaced. If it cannot be written, requests are ignored.
+    """
+    try:
+        file = open(path, "w")  # stays open: the handler writes to it  # noqa: SIM115
+    except OSError:
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+        return
+    faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
+
+
+def stacks_of(process: Process, path: Path) -> list[str]:
+    """The stacks of a process's threads, line by line, of one that has called
+    `write_stacks_on_request`; empty if it is stopped, or writes none within STACKS_WAIT_S."""
+    if not path.exists() or not process.is_running():
+        return []  # the signal would end it
+    before = _size(path)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process.pid, STACKS_SIGNAL)
+    ends_at = time.monotonic() + STACKS_WAIT_S
+    found = before
+    while time.monotonic() < ends_at:
+        time.sleep(_STACKS_POLL_S)
+        size = _size(path)
+        if size > before and size == found:
+            break  # it has written all
+        found = size
+    with contextlib.suppress(OSError):
+        return path.read_bytes()[before:].decode(errors="replace").splitlines()
+    return []
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0

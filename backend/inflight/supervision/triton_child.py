@@ -7,6 +7,7 @@ stub that was stopped continues. So any problem of a stub is one of the whole se
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,10 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inflight.deploy.tritonserver.server import Server
-from inflight.ipc.heartbeat import overdue_s
+from inflight.ipc.heartbeat import overdue_s, stacks_of
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import folder_of
+
+logger = logging.getLogger("inflight.supervisor")
 
 # Of a stub's arguments, in Triton 2.51.
 _MODEL_PATH, _INSTANCE = 1, 8
@@ -45,7 +48,7 @@ class TritonChild:
 
     Args:
         server: to start.
-        owner: the supervisor; in its folder are the stubs' heartbeats.
+        owner: the supervisor; in its folder are the stubs' heartbeats and, if asked for, stacks.
     """
 
     name = "tritonserver"
@@ -91,8 +94,12 @@ class TritonChild:
                 continue
             if not stub.is_running():
                 return "lost a model's process"
-            if overdue_s(self._heartbeat(stub)):
-                return "has a model's process that hangs"
+            late_s = overdue_s(self._file_of(stub, "beat"))
+            if late_s:
+                self._log_stacks(stub, model)
+                return (
+                    f"has a process that hangs, of the model {model}: a beat is {late_s:.1f} s late"
+                )
         silence = time.monotonic() - answered_at
         return f"has not answered for {silence:.1f} s" if silence > SILENCE_S else ""
 
@@ -122,8 +129,14 @@ class TritonChild:
                 newest[model, instance] = stub
         return {stub: model for (model, _), stub in newest.items()}
 
-    def _heartbeat(self, stub: Process) -> Path:
-        return folder_of(self._owner.pid) / f"stub-{stub.pid}.beat"
+    def _log_stacks(self, stub: Process, model: str) -> None:
+        """Where it hangs; a record is one line."""
+        lines = stacks_of(stub, self._file_of(stub, "stacks"))
+        for line in lines or ["it is stopped, or no thread of it runs"]:
+            logger.error("%s: %s", model, line)
+
+    def _file_of(self, stub: Process, suffix: str) -> Path:
+        return folder_of(self._owner.pid) / f"stub-{stub.pid}.{suffix}"
 
     def kill(self) -> None:
         self._is_ready = False

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from inflight.ipc.heartbeat import beat_from_thread
+from inflight.ipc.heartbeat import beat_from_thread, write_stacks_on_request
 from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process
 from inflight.ipc.runtime_folder import folder_of
@@ -30,8 +30,11 @@ def owner() -> Owner:
 
 
 def start_heartbeat(owner: Owner) -> None:
-    """Beat for the rest of this process's life, for a supervisor that replaces hung stubs."""
-    beat_from_thread(folder_of(owner.pid) / f"stub-{os.getpid()}.beat")
+    """Beat for the rest of this process's life, for a supervisor that replaces hung stubs, and asks
+    them where they hang."""
+    name = f"stub-{os.getpid()}"
+    write_stacks_on_request(folder_of(owner.pid) / f"{name}.stacks")
+    beat_from_thread(folder_of(owner.pid) / f"{name}.beat")
 
 
 def close_shared_memory() -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from inflight.deploy.tritonserver.server import Server
+from inflight.ipc.heartbeat import Heartbeat
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process
+from inflight.ipc.runtime_folder import folder_of
 from inflight.supervision.triton_child import TritonChild
 from waiting import has_arguments, wait_until
 
@@ -97,6 +99,31 @@ def test_a_stub_that_exits_is_a_problem(server: FakeServer, child: TritonChild) 
     assert child.problem() == ""
     server.end_stub("llm")
     assert child.problem() == "lost a model's process"
+
+
+def test_a_stub_that_hangs_is_named_and_says_where(
+    server: FakeServer,
+    child: TritonChild,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pid = server.children["two_llm"].pid
+    folder = folder_of(os.getpid())
+    Heartbeat(folder / f"stub-{pid}.beat").beat(-2.0)
+
+    def stacks_of(stub: Process, path: Path) -> list[str]:
+        assert (stub.pid, path) == (pid, folder / f"stub-{pid}.stacks")
+        return ["Thread 1:", "  in execute"]
+
+    monkeypatch.setattr("inflight.supervision.triton_child.stacks_of", stacks_of)
+    assert child.problem().startswith(
+        "has a process that hangs, of the model two_llm: a beat is 2."
+    )
+    assert caplog.messages == ["two_llm: Thread 1:", "two_llm:   in execute"]
+    caplog.clear()
+    monkeypatch.setattr("inflight.supervision.triton_child.stacks_of", lambda *_: [])
+    assert child.problem()
+    assert caplog.messages == ["two_llm: it is stopped, or no thread of it runs"]
 
 
 def test_only_the_stubs_of_changing_models_may_exit(server: FakeServer, child: TritonChild) -> None:
