@@ -79,6 +79,26 @@ def overdue_s(path: Path) -> float:
     return 0.0
 
 
+class Lateness:
+    """How late beats are, as a supervisor judges that.
+
+    After the whole machine has stood still, or had far too much to do, the supervisor may run
+    before those that it watches, and all of them look late. So one that is late is given the time
+    of a beat more, from the check that first finds it late.
+    """
+
+    def __init__(self) -> None:
+        self._found_at: dict[Path, float] = {}
+
+    def of(self, path: Path) -> float:
+        """`overdue_s`, but 0 for INTERVAL_S after the first check that finds it late."""
+        late_s, now = overdue_s(path), time.monotonic()
+        if not late_s:
+            self._found_at.pop(path, None)
+            return 0.0
+        return late_s if now - self._found_at.setdefault(path, now) >= INTERVAL_S else 0.0
+
+
 def write_stacks_on_request(path: Path) -> None:
     """For the rest of this process's life.
 

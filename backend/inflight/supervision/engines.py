@@ -13,7 +13,7 @@ from inflight.errors import CapacityError, ConfigError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
 from inflight.ipc.frames import Loading
-from inflight.ipc.heartbeat import overdue_s
+from inflight.ipc.heartbeat import Lateness, overdue_s
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import how_it_exited
 
@@ -66,6 +66,7 @@ class EngineChild:
         self._started_at = 0.0
         self._loading: Loading | None = None  # the last progress since its start
         self._socket_seen_at = 0.0
+        self._lateness = Lateness()
         self._closing = threading.Event()
 
     @property
@@ -120,7 +121,7 @@ class EngineChild:
         stalled = self.why_stalled()
         if stalled:
             return stalled
-        if overdue_s(engine_client.heartbeat_path(self._path)):
+        if self._lateness.of(engine_client.heartbeat_path(self._path)):
             return "hangs: no progress within the time that a step may take"
         if self._path.exists():
             self._socket_seen_at = time.monotonic()

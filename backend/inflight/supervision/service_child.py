@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from inflight.ipc.heartbeat import overdue_s
+from inflight.ipc.heartbeat import Lateness
 from inflight.ipc.processes import how_it_exited
 from inflight.sandbox.process import start_process
 
@@ -33,6 +33,7 @@ class ServiceChild:
         self.name = name
         self._log_file = log_file
         self._heartbeat = heartbeat
+        self._lateness = Lateness()
         self._command = [
             *(sys.executable, "-m", module, "--parent", str(os.getpid())),
             *("--heartbeat", str(heartbeat), *options),
@@ -59,7 +60,7 @@ class ServiceChild:
         status = self._process.poll()
         if status is not None:
             return how_it_exited(status)
-        return "hangs" if overdue_s(self._heartbeat) else ""
+        return "hangs" if self._lateness.of(self._heartbeat) else ""
 
     def kill(self) -> None:
         if self._process is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inflight.deploy.tritonserver.server import Server
-from inflight.ipc.heartbeat import overdue_s, stacks_of
+from inflight.ipc.heartbeat import Lateness, stacks_of
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import folder_of
@@ -57,6 +57,7 @@ class TritonChild:
         self.server = server
         self._owner = owner
         self._watched = _Watched({})
+        self._lateness = Lateness()
         self._lock = threading.Lock()  # held while `_watched` is replaced
         self._is_ready = False
         self._answered_at: float | None = None  # None until it was ready once
@@ -75,6 +76,7 @@ class TritonChild:
 
     def start(self) -> None:
         self._is_ready, self._answered_at = False, None
+        self._lateness = Lateness()
         with self._lock:
             self._watched = replace(self._watched, stubs={})
         self.server.start()
@@ -94,7 +96,7 @@ class TritonChild:
                 continue
             if not stub.is_running():
                 return "lost a model's process"
-            late_s = overdue_s(self._file_of(stub, "beat"))
+            late_s = self._lateness.of(self._file_of(stub, "beat"))
             if late_s:
                 self._log_stacks(stub, model)
                 return (

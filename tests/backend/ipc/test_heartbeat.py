@@ -60,6 +60,31 @@ def test_a_stopped_process_becomes_overdue(tmp_path: Path) -> None:
         process.communicate()
 
 
+def test_a_process_that_looks_late_is_given_the_time_of_a_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor may be the first to run after the machine stood still."""
+    path = tmp_path / "beat"
+    heartbeat, lateness = Heartbeat(path), heartbeats.Lateness()
+    now = time.monotonic()
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now)
+    heartbeat.beat(1.0)
+    assert lateness.of(path) == 0.0
+    now += 60.0
+    assert lateness.of(path) == 0.0, "all have stood still"
+    now += heartbeats.INTERVAL_S / 2
+    heartbeat.beat(1.0)
+    assert lateness.of(path) == 0.0, "it goes on"
+    now += 2.0
+    assert lateness.of(path) == 0.0
+    now += heartbeats.INTERVAL_S - 0.01
+    assert lateness.of(path) == 0.0
+    now += 0.01
+    assert lateness.of(path) == pytest.approx(1.0 + heartbeats.INTERVAL_S)
+    path.unlink()
+    assert lateness.of(path) == 0.0, "of one that starts again"
+
+
 def test_a_beat_costs_about_a_microsecond(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path / "beat")
     found_s = []

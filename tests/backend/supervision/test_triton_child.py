@@ -116,6 +116,8 @@ def test_a_stub_that_hangs_is_named_and_says_where(
         return ["Thread 1:", "  in execute"]
 
     monkeypatch.setattr("inflight.supervision.triton_child.stacks_of", stacks_of)
+    assert child.problem() == "", "it is given the time of a beat more"
+    monkeypatch.setattr("inflight.ipc.heartbeat.INTERVAL_S", 0.0)
     assert child.problem().startswith(
         "has a process that hangs, of the model two_llm: a beat is 2."
     )
@@ -170,7 +172,7 @@ def test_a_change_may_end_while_the_stubs_are_checked(
         change.close()
         return 0.0
 
-    monkeypatch.setattr("inflight.supervision.triton_child.overdue_s", overdue_s)
+    monkeypatch.setattr("inflight.ipc.heartbeat.overdue_s", overdue_s)
     assert child.problem() == ""
     server.end_stub("two_llm")
     assert child.problem() == "lost a model's process"
