@@ -24,7 +24,7 @@ import msgspec
 from inflight import log
 from inflight.door.grpc.settings import Settings, counts_of, heartbeat_of, parse
 from inflight.errors import CapacityError, ConfigError
-from inflight.ipc.heartbeat import PATIENCE_S, Heartbeat, overdue_s
+from inflight.ipc.heartbeat import PATIENCE_S, Heartbeat, Lateness
 from inflight.ipc.processes import end_with
 from inflight.sandbox.process import start_process
 
@@ -69,6 +69,7 @@ class Workers:
         self._settings = msgspec.structs.replace(settings, parent=os.getpid())
         self._drain_s = settings.drain_s
         self._heartbeat = settings.heartbeat
+        self._lateness = Lateness()
         self._started_at = time.monotonic()
         self._processes = [self._start(index) for index in range(settings.workers)]
 
@@ -89,7 +90,7 @@ class Workers:
     def restart(self) -> None:
         """Start another one for each that has ended or hangs."""
         for index, worker in enumerate(self._processes):
-            if self._heartbeat and overdue_s(heartbeat_of(self._heartbeat, worker.pid)):
+            if self._heartbeat and self._lateness.of(heartbeat_of(self._heartbeat, worker.pid)):
                 worker.kill()
                 worker.wait()
             if worker.poll() is None:

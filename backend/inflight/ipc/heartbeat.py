@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import struct
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from inflight.core.mapped_file import map_file
 from inflight.ipc.processes import Process
+
+logger = logging.getLogger(__name__)
 
 # Of a process that beats regardless of its work.
 INTERVAL_S = 0.5
@@ -103,11 +106,12 @@ def write_stacks_on_request(path: Path) -> None:
     """For the rest of this process's life.
 
     Args:
-        path: of the file; replaced. If it cannot be written, requests are ignored.
+        path: of the file; replaced. If it cannot be written, which is logged, requests are ignored.
     """
     try:
         file = open(path, "w")  # stays open: the handler writes to it  # noqa: SIM115
-    except OSError:
+    except OSError as error:
+        logger.error("%s cannot be written, and is not used: %s", path.name, error.strerror)
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
         return
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True)

@@ -167,11 +167,12 @@ def test_a_process_that_writes_none_is_not_signalled(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_write_ignores_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = signal.getsignal(heartbeats.STACKS_SIGNAL)
     try:
         write_stacks_on_request(tmp_path / "missing" / "stacks")
         assert signal.getsignal(heartbeats.STACKS_SIGNAL) == signal.SIG_IGN
+        assert "stacks cannot be written" in caplog.text
     finally:
         signal.signal(heartbeats.STACKS_SIGNAL, before)
