@@ -87,10 +87,10 @@ def plan(m: int, n: int, k: int, num_multiprocessors: int) -> Plan:
         num_multiprocessors: of the device.
     """
     rows = next(rows for rows in ROWS if n <= rows * num_multiprocessors)
-    return plan_of(rows, m, n, k, -(-n // rows))
+    return plan_with(rows, m, n, k, -(-n // rows))
 
 
-def plan_of(rows: int, m: int, n: int, k: int, blocks: int) -> Plan:
+def plan_with(rows: int, m: int, n: int, k: int, blocks: int) -> Plan:
     """The plan with such tiles and so many blocks; see `plan`."""
     box_bytes, all_boxes = rows * STAGE_DEPTH_BYTES, k * 2 // STAGE_DEPTH_BYTES
     boxes = max(1, min(_STAGE_BYTES // box_bytes, all_boxes // _CONSUMERS))
