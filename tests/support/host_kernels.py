@@ -21,6 +21,7 @@ from torch import Tensor
 
 import host_experts
 import host_latent
+import host_linear
 from host_sampling import count_output_tokens, mark_prompt_tokens, sample, top_logprobs
 from inflight.execution import cuda_runner, device_steps, step_timing
 from inflight.execution.batch import device_batch
@@ -28,26 +29,14 @@ from inflight.execution.drafters import device_passes
 from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
-from inflight.models.linear.grouped_cuda import ValidTokens
-from inflight.models.linear.scaled_cuda import QuantizedInputs
-from inflight.models.linear.weight_only_cuda import DequantizedWeight
-from inflight.models.quantization.matrix import QuantizedMatrix
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention.operands import AttentionParams
 from inflight_kernels.ops.batch_state import NO_DRAFT, NOT_DRAFTED, BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass, MatchLimits
-from inflight_kernels.ops.linear import grouped_rows
-from inflight_kernels.ops.linear.grouped_rows import GroupedRows
-from inflight_kernels.ops.linear.operands import (
-    MAX_SUMMED_ROWS,
-    Input,
-    NormedRows,
-    SummedRows,
-)
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams
 from inflight_kernels.ops.rope import PagedKV, QkNorm
-from inflight_kernels.torch_ops import kv_quantization, quantization, transformer
+from inflight_kernels.torch_ops import kv_quantization, transformer
 from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
 
 # Words of a row's parameters.
@@ -88,10 +77,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual, "add_norm", add_norm)
     for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
-    monkeypatch.setattr(cuda_placement, "CudaLinear", HostLinear)
-    monkeypatch.setattr(cuda_placement, "CudaScaledLinear", HostScaledLinear)
-    monkeypatch.setattr(cuda_placement, "CudaWeightOnlyLinear", HostWeightOnlyLinear)
-    monkeypatch.setattr(cuda_placement, "CudaGroupedLinear", HostGroupedLinear)
+    monkeypatch.setattr(cuda_placement, "CudaLinear", host_linear.HostLinear)
+    monkeypatch.setattr(cuda_placement, "CudaScaledLinear", host_linear.HostScaledLinear)
+    monkeypatch.setattr(cuda_placement, "CudaWeightOnlyLinear", host_linear.HostWeightOnlyLinear)
+    monkeypatch.setattr(cuda_placement, "CudaGroupedLinear", host_linear.HostGroupedLinear)
     monkeypatch.setattr(cuda_placement, "can_multiply", lambda n, k: True)
     monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: True)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
@@ -107,7 +96,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(attention, "attention", kernels)
     monkeypatch.setattr(attention, "planning", _Ops(plan))
-    host_experts.install(monkeypatch, HostLinear)
+    host_experts.install(monkeypatch, host_linear.HostLinear)
     host_latent.install(monkeypatch, HostRopeInputs, norm_columns)
 
 
@@ -518,117 +507,6 @@ _ACTIVATIONS = {
     ("gelu_tanh", False): _activation(transformer.gelu_tanh),
     ("relu2", False): _activation(transformer.relu2),
 }
-
-
-class HostLinear:
-    """Satisfies `CudaWeight`."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> None:
-        self.weight = weight
-        self._bias = bias
-        self._invariant = batch_invariant
-
-    def input_rows(self, num_tokens: int) -> None:
-        return None
-
-    def norms(self, num_tokens: int) -> bool:
-        return False
-
-    def sums(self, num_tokens: int) -> bool:
-        return not self._invariant and num_tokens <= MAX_SUMMED_ROWS // 2
-
-    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
-        if isinstance(x, NormedRows | SummedRows):
-            x = _normed(x)
-        assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
-        kind = out.dtype  # logits in float32 are not rounded on their way
-        product = transformer.linear(x[:num_tokens].to(kind), self.weight.to(kind), self._bias)
-        out[:num_tokens] = product
-
-    def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
-        total[:num_tokens] += transformer.linear(x[:num_tokens], self.weight, self._bias)
-
-    def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        both = transformer.linear(x[:num_tokens], self.weight, self._bias)
-        out[:num_tokens] = transformer.silu_mul(both)
-
-
-def _normed(x: NormedRows | SummedRows) -> Tensor:
-    """The norm, after the sum is written where it belongs."""
-    residual = x.residual if isinstance(x, SummedRows) else None
-    normed, total = transformer.rms_norm(x.rows, x.weight, x.eps, residual)
-    if isinstance(x, SummedRows):
-        x.total.copy_(total)
-    return normed
-
-
-class HostScaledLinear:
-    """Satisfies `CudaWeight`, of a quantised weight."""
-
-    def __init__(
-        self, weight: ScaledRows, bias: Tensor | None, inputs: QuantizedInputs, invariant: bool
-    ) -> None:
-        self.weight = weight
-        self._bias = None if bias is None else bias.float()  # sums are in float32
-        self._inputs = inputs
-        self._invariant = invariant
-
-    def input_rows(self, num_tokens: int) -> ScaledRows:
-        return self._inputs.rows(num_tokens, self.weight)
-
-    def norms(self, num_tokens: int) -> bool:
-        return False
-
-    def sums(self, num_tokens: int) -> bool:
-        return not self._invariant and num_tokens <= MAX_SUMMED_ROWS // 2
-
-    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
-        if isinstance(x, NormedRows | SummedRows):
-            x = _normed(x)
-        out[:num_tokens] = self._product(x, num_tokens)
-
-    def add(self, x: Tensor | ScaledRows, total: Tensor, num_tokens: int) -> None:
-        total[:num_tokens] += self._product(x, num_tokens)
-
-    def gated(self, x: Tensor | ScaledRows, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        out[:num_tokens] = transformer.silu_mul(self._product(x, num_tokens))
-
-    def _product(self, x: Tensor | ScaledRows, num_tokens: int) -> Tensor:
-        values, scales, spread = self.weight
-        if isinstance(x, Tensor):
-            return quantization.quantized_linear(
-                x[:num_tokens], values, scales, self._bias, spread=spread
-            )
-        assert x.spread == spread, "both are spread alike"
-        wide = quantization.dequantize_rows(x.values, x.scales)
-        weight = quantization.dequantize_rows(values, scales)
-        return transformer.linear(wide, weight, self._bias)
-
-
-class HostGroupedLinear(HostLinear):
-    def __init__(
-        self,
-        weight: GroupedRows,
-        bias: Tensor | None,
-        dequantized: DequantizedWeight | None,
-        batch_invariant: bool,
-        valid_tokens: ValidTokens,
-    ) -> None:
-        super().__init__(grouped_rows.dequantized(weight), bias, batch_invariant)
-
-
-class HostWeightOnlyLinear(HostLinear):
-    """Of a quantised weight and x as it is."""
-
-    def __init__(
-        self,
-        weight: QuantizedMatrix,
-        bias: Tensor | None,
-        memory: DequantizedWeight,
-        batch_invariant: bool,
-    ) -> None:
-        assert memory.matrix(*weight.shape).shape == weight.shape
-        super().__init__(weight.dequantized(), bias, batch_invariant)
 
 
 def workspace_size(*shape: int, batch_invariant: bool, kv_dtype: torch.dtype | None) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import host_kernels
+import host_linear
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.decoder_cuda import Decoder
@@ -42,13 +43,13 @@ def model(
 def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Inputs of each MLP."""
     found: list[int] = []
-    inner = host_kernels.HostLinear.gated
+    inner = host_linear.HostLinear.gated
 
-    def counted(self: host_kernels.HostLinear, *operands: Any) -> None:
+    def counted(self: host_linear.HostLinear, *operands: Any) -> None:
         found.append(operands[-1])
         inner(self, *operands)
 
-    monkeypatch.setattr(host_kernels.HostLinear, "gated", counted)
+    monkeypatch.setattr(host_linear.HostLinear, "gated", counted)
     return found
 
 

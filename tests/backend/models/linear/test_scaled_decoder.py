@@ -12,7 +12,7 @@ from transformers import Gemma3TextConfig, Glm4Config, LlamaConfig, Phi3Config
 
 import family
 import family_gpu
-import host_kernels
+import host_linear
 import mixed_step
 import quantized_models
 from inflight.checkpoint.locate import Checkpoint
@@ -93,9 +93,9 @@ def test_other_gpus_quantise_weights_alone(
         decoder(Checkpoint(source, "huggingface"), quantization=kind),
     ):
         layer = ours.weights.layers[0]
-        assert isinstance(layer.dense_mlp.down, host_kernels.HostWeightOnlyLinear)
+        assert isinstance(layer.dense_mlp.down, host_linear.HostWeightOnlyLinear)
         assert torch.equal(logits(ours), logits(exact))
-    assert type(exact.weights.layers[0].dense_mlp.down) is host_kernels.HostLinear
+    assert type(exact.weights.layers[0].dense_mlp.down) is host_linear.HostLinear
 
 
 @pytest.mark.parametrize("hopper", [True, False])
@@ -113,7 +113,7 @@ def test_formats_for_activations_of_16_bits_keep_their_weights(
     ours = decoder(quantized)
     for layer in ours.weights.layers:
         for one in (layer.qkv, layer.out, layer.dense_mlp.gate_up, layer.dense_mlp.down):
-            assert isinstance(one, host_kernels.HostWeightOnlyLinear)
+            assert isinstance(one, host_linear.HostWeightOnlyLinear)
     assert torch.equal(logits(ours), logits(decoder(quantized, quantization="none")))
 
 
@@ -138,7 +138,7 @@ def test_weights_and_inputs_are_spread_alike(tmp_path: Path, kind: Quantization)
     for layer in ours.weights.layers:
         mlp, found = layer.dense_mlp, []
         for one in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
-            assert isinstance(one, host_kernels.HostScaledLinear)
+            assert isinstance(one, host_linear.HostScaledLinear)
             found.append(one.weight.spread)
             assert one.input_rows(1).spread == one.weight.spread
         assert found == expected
