@@ -57,7 +57,7 @@ def install(monkeypatch: pytest.MonkeyPatch, rope_inputs: type, norm_columns: An
     monkeypatch.setattr(attention, "LatentParams", HostParams)
     monkeypatch.setattr(attention, "LatentMetadata", HostMetadata)
     monkeypatch.setattr(attention, "workspace_size", lambda *shape, batch_invariant: 16)
-    monkeypatch.setattr(attention, "plan", lambda metadata, pdl: None)
+    monkeypatch.setattr(attention, "plan", lambda metadata, history_ready, pdl: None)
     monkeypatch.setattr(attention, "attend", attend)
     for op in (prepare, project_values):
         monkeypatch.setattr(products, op.__name__, op)

@@ -396,8 +396,10 @@ class Decoder:
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         block_size = cache.block_size if size.shares_prefixes else None
         passes: list[LayerPass] = [
-            shared.begin(inputs, size, cache.table_of[first], block_size)
-            for shared, first in zip(self._attentions, self._first_layer_of, strict=True)
+            shared.begin(inputs, size, cache.table_of[first], block_size, history_ready=number > 0)
+            for number, (shared, first) in enumerate(
+                zip(self._attentions, self._first_layer_of, strict=True)
+            )
         ]
         layers = zip(
             *(weights.layers, self._attention_of, self._attention_weights, cache.layers),

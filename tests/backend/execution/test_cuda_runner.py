@@ -43,6 +43,8 @@ from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 from inflight_kernels import ops
+from inflight_kernels.ops.attention import planning
+from inflight_kernels.ops.attention.operands import AttentionMetadata
 from inflight_kernels.runtime.recording import Launched
 from inflight_kernels.runtime.recording import launched as recorded
 from thinned import thinned
@@ -305,6 +307,27 @@ def test_gpt_oss_20b_starts_and_runs_with_two_block_tables_on_an_h200(
     assert {"attention", "experts_hopper", "route", "rows"} <= stems
     assert ("attention_hopper" in stems) == (not settings.get("batch_invariant"))
     assert ("few_experts_hopper" in stems) == (not settings.get("batch_invariant"))
+
+
+def test_the_second_plan_of_a_step_starts_beside_the_first(
+    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of layers with a window, whose lengths are there when the first plan starts."""
+    record()
+    runner, _ = shape_runner("gpt-oss-20b", tmp_path)
+    ready: list[bool] = []
+    plan = planning.plan
+
+    def recording(metadata: AttentionMetadata, *, history_ready: bool, pdl: bool) -> None:
+        ready.append(history_ready)
+        plan(metadata, history_ready=history_ready, pdl=pdl)
+
+    monkeypatch.setattr(planning, "plan", recording)
+    sequence = Sequence(Request(0, [5], SamplingParams()), 100)
+    sequence.tables = [list(range(512)), list(range(512, 1024))]
+    sequence.capacity = 8192
+    runner.launch(Batch([tiny.next_chunk(sequence)]))
+    assert ready == [False, True]
 
 
 def test_experts_in_mxfp4_have_kernels_for_their_codes(tmp_path: Path, record: Record) -> None:

@@ -178,6 +178,58 @@ def test_a_single_chunk_is_planned_as_one_of_many(monkeypatch, q_len, heads, kv_
     assert used == [1 if q_len * heads[0] <= 16 * heads[1] else 4]
 
 
+@pytest.mark.parametrize("max_q_len", [1, 500])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_plans_of_a_step_may_run_at_the_same_time(num_chunks, max_q_len):
+    """Of layers with and without a window. The second one starts when the lengths are there."""
+    heads, most = (32, 8, 128), 4096
+    starts = torch.arange(num_chunks + 1, dtype=torch.int32, device="cuda")
+    lens = torch.ones(num_chunks, dtype=torch.int32, device="cuda")
+    tables = torch.zeros(num_chunks, 1, dtype=torch.int32, device="cuda")
+    size = attention.workspace_size(num_chunks, num_chunks, *heads, max_q_len)
+    steps = []
+    for window in (0, 128):
+        spec = AttentionParams(*heads, scale=1.0, window=window)
+        workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        steps.append(
+            AttentionMetadata(spec, starts, lens, tables, num_chunks, workspace, max_q_len)
+        )
+
+    def shares() -> list[list[int]]:
+        return [
+            step.workspace[part.shares : part.shares + 64 * part.num_shares].tolist()
+            for step in steps
+            for part in step.parts
+        ]
+
+    for kv_len in (1, 130, 700, most):
+        lens.fill_(kv_len)
+        for step in steps:
+            plan(step)
+        expected = shares()
+        for step in steps:
+            step.workspace.zero_()
+        lens.fill_(most)
+        torch.cuda.synchronize()
+        lens.fill_(kv_len)
+        for number, step in enumerate(steps):
+            plan(step, history_ready=number > 0, pdl=True)
+        assert shares() == expected
+
+
+def test_blocks_without_tiles_know_whether_others_have_some():
+    """Only if none has do they wait for the preceding kernels."""
+    made = make_step([1, 1], [150, 70])
+    metadata = made.metadata(made.workspace(500), 500)
+    plan(metadata)
+    assert len(metadata.parts) == 2
+    for part, has_tiles in zip(metadata.parts, (True, False), strict=True):
+        fields = metadata.workspace[part.shares : part.shares + 64 * part.num_shares]
+        begin, end, _, total = fields.view(torch.int32).view(-1, 16)[:, :4].unbind(1)
+        assert (begin == end).any()
+        assert ((total > 0) == has_tiles).all()
+
+
 @pytest.mark.parametrize("step", ["decode, ragged", "one chunk", "long prefill", "mixed"])
 def test_the_same_plan_gives_bitwise_equal_results(step):
     """Partial sums are merged in the order of their keys, whichever block comes last."""

@@ -175,6 +175,7 @@ class Attention:
         size: StepSize,
         table_index: int = 0,
         block_size: int | None = None,
+        history_ready: bool = False,
     ) -> AttentionPass:
         """Launch the planning of a pass, which all its layers use; they share that block table.
 
@@ -184,6 +185,7 @@ class Attention:
             table_index: of the block table.
             block_size: of the cache, to read prefixes that sequences share once for all of them;
                 None to read those of each sequence.
+            history_ready: another one's planning has been launched for this pass.
         """
         params, table = self._params, rows.tables[table_index]
         num_tokens, num_chunks, max_q_len = size.num_tokens, size.num_chunks, size.max_q_len
@@ -202,7 +204,7 @@ class Attention:
             dequantized=dequantized,
             cascade=self._cascade_for(block_size),
         )
-        planning.plan(metadata, pdl=True)
+        planning.plan(metadata, history_ready=history_ready, pdl=True)
         # RoPE is fused into attention, and q is not written separately.
         rotates = self._rotates_chunk(size) or (
             num_tokens == num_chunks

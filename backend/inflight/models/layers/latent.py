@@ -90,9 +90,10 @@ class LatentAttention:
         size: StepSize,
         table_index: int = 0,
         block_size: int | None = None,
+        history_ready: bool = False,
     ) -> LatentPass:
         """Launch the planning of a pass, which all its layers use; they share that block table. No
-        prefix is shared, so the block size is not needed."""
+        prefix is shared, so the block size is not needed. For history_ready, see `Attention`."""
         table, num_tokens, num_chunks = inputs.tables[table_index], size.num_tokens, size.num_chunks
         metadata = attention.LatentMetadata(
             self._params,
@@ -104,7 +105,7 @@ class LatentAttention:
             size.max_q_len,
             planned=True,
         )
-        attention.plan(metadata, pdl=True)
+        attention.plan(metadata, history_ready=history_ready, pdl=True)
         positions, slot_mapping = inputs.positions[:num_tokens], table.slot_mapping[:num_tokens]
         rope = RopeInputs(positions, slot_mapping, self._cos, self._sin)
         return LatentPass(self, metadata, rope)

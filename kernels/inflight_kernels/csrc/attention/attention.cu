@@ -70,9 +70,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     const int warp_n = warp / S::WARPS_M;
 
     if (share.begin == share.end) {
-        // If no block waited, the next kernel's wait could return before the preceding kernels have
-        // ended.
-        pdl_wait();
+        leave(share);
         return;
     }
     // Needed when all else has been computed.

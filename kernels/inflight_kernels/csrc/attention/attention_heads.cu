@@ -25,9 +25,7 @@ __device__ __forceinline__ void process_share(const Arguments<typename S::Elemen
     const Slots<S> own_slots(slots, warp * S::ROWS);
 
     if (share.begin == share.end) {
-        // If no block waited, the next kernel's wait could return before the preceding kernels have
-        // ended.
-        pdl_wait();
+        leave(share);
         return;
     }
     WorkIterator<S> work;

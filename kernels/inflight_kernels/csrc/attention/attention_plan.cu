@@ -145,8 +145,6 @@ __device__ __forceinline__ void plan_step(const int* query_start, const int* seq
                                           int cut_tiles, int* first_item, Item* items,
                                           Share* shares, int* arrivals, Queue* queue, bool whole,
                                           int heads_per_unit, const PrefixSearch& search) {
-    pdl_wait();
-    pdl_launch_dependents();
     const int thread = threadIdx.x;
     // Offsets of the chunks, later of the items, if they are few enough for shared memory.
     __shared__ int begins[PLAN_THREADS];
@@ -249,6 +247,7 @@ __device__ __forceinline__ void plan_step(const int* query_start, const int* seq
     for (int share = thread; share < 4 * num_shares; share += PLAN_THREADS) arrivals[share] = 0;
 
     Share no_share = {};
+    no_share.total = num_tiles;
     no_share.prefix_pieces = prefix_pieces;
     const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
     const int tolerable = even + even / 16 + 2;
@@ -313,14 +312,18 @@ using attention::PLAN_THREADS;
 //   queue   for a kernel that can process whole units; items are then sorted by descending length.
 //           May be null.
 //   whole   shares end where units end, so that results do not depend on the rest of the step
+//   history_ready   of query_start and seq_lens; nothing reads the memory for this plan any more
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
          int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
          int cut_tiles, int* first_item, attention::Item* items, attention::Share* shares,
-         int* arrivals, attention::Queue* queue, bool whole) {
+         int* arrivals, attention::Queue* queue, bool whole, bool history_ready) {
+    if (!history_ready) pdl_wait();
+    pdl_launch_dependents();
     attention::plan_step<false>(query_start, seq_lens, n, group, num_kv_heads, unit_rows, unit_keys,
                                 window, min_rows, max_rows, num_shares, cut_tiles, first_item,
                                 items, shares, arrivals, queue, whole, 1, {});
+    pdl_wait();  // what waits for this kernel waits for the preceding ones as well
 }
 
 // The same for a step of one chunk, if it has up to MAX_ITEMS items and num_shares is at least 16
@@ -331,9 +334,9 @@ __global__ void plan_single(const int* query_start, const int* seq_lens, int gro
                             int num_kv_heads, int unit_rows, int unit_keys, int window,
                             int min_rows, int max_rows, int num_shares, int cut_tiles,
                             int* first_item, attention::Item* items, attention::Share* shares,
-                            int* arrivals) {
+                            int* arrivals, bool history_ready) {
     using namespace attention;
-    pdl_wait();
+    if (!history_ready) pdl_wait();
     pdl_launch_dependents();
     const int begin = query_start[0], end = query_start[1], rows = (end - begin) * group;
     const bool has_items = rows > min_rows && rows <= max_rows;
@@ -366,6 +369,7 @@ __global__ void plan_single(const int* query_start, const int* seq_lens, int gro
     const int piece = uncut ? longest : smallest;
     for (int share = threadIdx.x; share < num_shares; share += blockDim.x) {
         Share own = {};
+        own.total = num_tiles;
         int first = 0;  // piece of item k
 #pragma unroll
         for (int k = 0; k < MAX_ITEMS; ++k) {
@@ -378,6 +382,7 @@ __global__ void plan_single(const int* query_start, const int* seq_lens, int gro
         shares[share] = own;
     }
     for (int i = threadIdx.x; i < 4 * num_shares; i += blockDim.x) arrivals[i] = 0;
+    pdl_wait();  // as in `plan`
     if (threadIdx.x > 0) return;
     first_item[0] = 0;
     first_item[1] = num_items;
@@ -401,6 +406,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                  int heads_per_unit, const int* block_tables, int table_stride, int block_shift,
                  int min_tiles, int min_saved, int max_pieces, attention::Prefix* prefixes,
                  attention::Member* members, int* tokens, int* arrived) {
+    pdl_wait();
+    pdl_launch_dependents();
     attention::plan_step<true>(query_start, seq_lens, n, group, num_kv_heads, unit_rows, unit_keys,
                                window, min_rows, max_rows, num_shares, cut_tiles, first_item, items,
                                shares, arrivals, queue, false, heads_per_unit,

@@ -38,13 +38,21 @@ struct Item {
 struct Share {
     int begin, end;     // tiles
     int item;           // that holds tile `begin`
-    int total;          // tiles of the step
+    int total;          // tiles of the step, also of an empty share
     int piece;          // of its unit, if units are cut into pieces
     int pieces;         // of its unit; 0 if they are not
     int prefix_pieces;  // of the step, for all blocks together; see attention_prefixes.cuh
     int unused;
     Item first;  // a copy of the item, to avoid two dependent reads
 };
+
+// For a block whose share is empty, before it returns. If no block waited, the next kernel's wait
+// could return before the preceding kernels have ended. If others have shares, these wait, and this
+// block makes room: the next kernel starts when all blocks have begun, of which few fit beside a
+// preceding kernel's.
+__device__ __forceinline__ void leave(const Share& share) {
+    if (share.total == 0) pdl_wait();
+}
 
 // Whether the blocks of this cluster of two have the two pieces of a unit.
 __device__ __forceinline__ bool is_pair(const Share& share) {

@@ -40,9 +40,7 @@ __device__ __forceinline__ void attend_share(
     if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
-        // If no block waited, the next kernel's wait could return before the preceding kernels have
-        // ended.
-        pdl_wait();
+        leave(share);
         if constexpr (S::PAIRED) cluster_wait();
         return;
     }

@@ -6,6 +6,8 @@ the same for all layers with one `AttentionParams`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from inflight_kernels.ops.attention.dispatch import (
     PREFIX_KEYS,
     HopperShape,
@@ -33,11 +35,13 @@ _SINGLE_ITEMS = (1, 4)
 _SINGLE_SHARES = 16
 
 
-def plan(metadata: AttentionMetadata, *, pdl: bool = False) -> None:
+def plan(metadata: AttentionMetadata, *, history_ready: bool = False, pdl: bool = False) -> None:
     """Plan a step; its workspace then holds the plan for all layers with this spec.
 
     Args:
         metadata: of the step.
+        history_ready: between what wrote the step's lengths and this plan, another plan with
+            another workspace is on the stream; both may run at the same time.
         pdl: see `Kernel`.
     """
     spec = metadata.spec
@@ -47,19 +51,22 @@ def plan(metadata: AttentionMetadata, *, pdl: bool = False) -> None:
         if cascade is not None:
             _plan_cascade(metadata, part, places, cascade, pdl)
             continue
-        plan_part(metadata, part, (spec.group, places), spec.window, spec.batch_invariant, pdl=pdl)
+        how = PlanLaunch(spec.batch_invariant, history_ready, pdl)
+        plan_part(metadata, part, (spec.group, places), spec.window, how)
         if isinstance(part.shape, HopperShape) and metadata.dequantized is not None:
             _plan_dequantization(metadata, metadata.dequantized, part, pdl)
 
 
+class PlanLaunch(NamedTuple):
+    """How a part is planned: see `AttentionParams` and `plan`."""
+
+    batch_invariant: bool
+    history_ready: bool
+    pdl: bool
+
+
 def plan_part(
-    step: PlannedStep,
-    part: Part,
-    heads: tuple[int, int],
-    window: int,
-    batch_invariant: bool,
-    *,
-    pdl: bool,
+    step: PlannedStep, part: Part, heads: tuple[int, int], window: int, how: PlanLaunch
 ) -> None:
     """Plan a part of a step, of this or of another kind of attention.
 
@@ -67,22 +74,29 @@ def plan_part(
         step: the step.
         part: of it.
         heads: query heads that share a unit, and units of the same rows.
-        window, batch_invariant: see `AttentionParams`.
-        pdl: see `Kernel`.
+        window: see `AttentionParams`.
+        how: it is planned.
     """
-    max_items = _max_items(step, part, heads, batch_invariant)
+    max_items = _max_items(step, part, heads, how.batch_invariant)
     if max_items:
         query_start, seq_lens, _, *others, _ = _plan_arguments(step, part, heads, window)
         kernel("attention_plan", f"plan_single<{max_items}>")(
-            1, _PLAN_SINGLE_THREADS, query_start, seq_lens, *others, pdl=pdl
+            1,
+            _PLAN_SINGLE_THREADS,
+            query_start,
+            seq_lens,
+            *others,
+            how.history_ready,
+            pdl=how.pdl,
         )
         return
     kernel("attention_plan", "plan")(
         1,
         _PLAN_THREADS,
         *_plan_arguments(step, part, heads, window),
-        batch_invariant,
-        pdl=pdl,
+        how.batch_invariant,
+        how.history_ready,
+        pdl=how.pdl,
     )
 
 

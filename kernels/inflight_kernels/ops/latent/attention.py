@@ -19,7 +19,7 @@ from inflight_kernels.ops.attention.operands import (
     current_gpu,
     parts_of,
 )
-from inflight_kernels.ops.attention.planning import plan_part
+from inflight_kernels.ops.attention.planning import PlanLaunch, plan_part
 from inflight_kernels.ops.latent.dispatch import CANDIDATES, max_workspace_bytes, parts
 from inflight_kernels.ops.latent.operands import (
     DTYPE,
@@ -124,16 +124,18 @@ def workspace_size(
     )
 
 
-def plan(metadata: LatentMetadata, *, pdl: bool = False) -> None:
+def plan(metadata: LatentMetadata, *, history_ready: bool = False, pdl: bool = False) -> None:
     """Plan a step; its workspace then holds the plan for all layers with this spec.
 
     Args:
         metadata: of the step.
+        history_ready: see `ops.attention.planning.plan`.
         pdl: see `Kernel`.
     """
     spec = metadata.spec
     for part in metadata.parts:
-        plan_part(metadata, part, (spec.num_heads, 1), 0, spec.batch_invariant, pdl=pdl)
+        how = PlanLaunch(spec.batch_invariant, history_ready, pdl)
+        plan_part(metadata, part, (spec.num_heads, 1), 0, how)
 
 
 def attend(
