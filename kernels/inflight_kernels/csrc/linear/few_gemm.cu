@@ -30,20 +30,18 @@ __device__ inline void sync_few() {
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * 32) : "memory");
 }
 
-// Rows of x -> `to`, `pitch` bytes apart, by the consumers.
+// Rows of x -> `to`, `pitch` bytes apart, by one thread.
 template <typename T>
-__device__ void load_few(const FewRows<T>& x, char* to, int pitch, int m, int k) {
-    const int vectors = k / VECTOR<T>;
-    for (int i = threadIdx.x; i < m * vectors; i += CONSUMERS * 32) {
-        const int token = i / vectors, column = i % vectors * VECTOR<T>;
-        const T* const from = x.rows + static_cast<long long>(token) * x.stride + column;
-        store_vector(reinterpret_cast<T*>(to + token * pitch) + column,
-                     load_l2(reinterpret_cast<const uint4*>(from)));
-    }
+__device__ void copy_few(const FewRows<T>& x, char* to, int pitch, Barrier* there, int m, int k) {
+    const int bytes = k * static_cast<int>(sizeof(T));
+    arrive_expect_tx(there, m * bytes);
+    for (int token = 0; token < m; token++)
+        copy_bytes(to + token * pitch, x.rows + static_cast<long long>(token) * x.stride, bytes,
+                   there);
 }
 
-// The same of their norm, but for a factor of each row, of which each warp leaves its share of the
-// squares.
+// Rows of the norm of x -> shared memory by the consumers, but for a factor of each row, of which
+// each warp leaves its share of the squares.
 template <typename T>
 struct FewNorms {
     static constexpr int N = VECTOR<T>;
@@ -127,6 +125,7 @@ __device__ __forceinline__ void multiply_few(const FewRows<T>& x, const TensorMa
     float* const sums = squares + FEW * CONSUMERS;
     Barrier* const full = reinterpret_cast<Barrier*>(sums + CONSUMERS * FEW * ROWS);
     Barrier* const empty = full + stages;
+    Barrier* const x_there = empty + stages;
 
     // As in skinny_gemm.cu.
     pdl_launch_dependents();
@@ -141,15 +140,20 @@ __device__ __forceinline__ void multiply_few(const FewRows<T>& x, const TensorMa
                 init_barrier(full + s, 1);
                 init_barrier(empty + s, 1);
             }
+            init_barrier(x_there, 1);
             fence_barrier_init();
         }
         __syncthreads();
         if (lane != 0) return;
         // No kernel writes weights: they may be fetched before the preceding kernel has ended.
-        int slot = 0, parity = 1;
+        int slot = 0, parity = 1, issued = 0;
+        const int at_once = early_stages(stage_bytes);
         for (int tile = first_tile; tile < tiles; tile += next_tile)
+#pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 barrier_wait(empty + slot, parity);
+                if (issued >= at_once && issued < stages) barrier_wait(full + issued - at_once, 0);
+                issued++;
                 arrive_expect_tx(full + slot, stage_bytes);
                 tma_load_3d_evict_first(ring + slot * stage_bytes, &weight, step * boxes,
                                         tile * ROWS, full + slot);
@@ -174,9 +178,10 @@ __device__ __forceinline__ void multiply_few(const FewRows<T>& x, const TensorMa
         factor = norms.factor(x, squares, min(lane / 4, m - 1), k);
     } else {
         pdl_wait();
+        if (threadIdx.x == 0) copy_few(x, inputs, pitch, x_there, m, k);
+        __syncwarp();
         few.begin(first_tile, 0);
-        load_few(x, inputs, pitch, m, k);
-        sync_few();
+        barrier_wait(x_there, 0);
     }
     // Of this lane's row of ldmatrix: of the weight, in both halves of a swizzled row, and of x; in
     // the place of tokens that there are not the last one.
@@ -236,7 +241,7 @@ __device__ __forceinline__ void multiply_few(const FewRows<T>& x, const TensorMa
 // `boxes` boxes of ROWS rows by 128 bytes; a copy of the map has as many. stages: of the ring, a
 // multiple of CONSUMERS, so that a stage's slot is always the same warp's: it waits for no phase of
 // a barrier but the next one. Dynamic shared memory: stages * (boxes * ROWS * 128 + 16), m * (k +
-// 8) * 2 and (FEW * CONSUMERS + CONSUMERS * FEW * ROWS) * 4 bytes.
+// 8) * 2, (FEW * CONSUMERS + CONSUMERS * FEW * ROWS) * 4, and 8 bytes.
 template <typename T, typename Out, int ROWS>
 __global__ void __launch_bounds__((CONSUMERS + 1) * 32, 1)
     few_gemm(const T* x, int stride, const __grid_constant__ TensorMap weight, const T* bias,

@@ -14,6 +14,14 @@ constexpr int STAGE_DEPTH = 128 / static_cast<int>(sizeof(T));
 // every 128 columns). Those of int8 are integers, which float32 has exactly: below 2^24.
 constexpr int PROMOTED_STAGES = 2;
 
+// Bytes of weights that a block requests at once while the preceding kernel still runs: as many as
+// keep memory busy. What that kernel reads last, and then x, waits behind all that has been
+// requested before. Measured on an H200 (benchmarks/notes.md).
+constexpr int EARLY_BYTES = 48 * 1024;
+
+// Stages of so many bytes that are requested at once.
+__device__ inline int early_stages(int stage_bytes) { return max(1, EARLY_BYTES / stage_bytes); }
+
 // CUtensorMap: the layout of a matrix in memory, and the box of a copy.
 struct alignas(64) TensorMap {
     char opaque[128];
@@ -102,6 +110,15 @@ __device__ inline void tma_load_3d_evict_first(void* shared, const TensorMap* ma
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
         "l"(map), "r"(0), "r"(middle), "r"(outer), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+        : "memory");
+}
+
+// Copy adjacent bytes to shared memory: a multiple of 16, as both addresses are.
+__device__ inline void copy_bytes(void* shared, const void* from, int bytes, Barrier* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(shared)),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
 }
 

@@ -26,7 +26,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
                          const T* bias, const T* residual, Out* out, int m, int n, int k,
                          int stages, int spread_bits = 0) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr bool SCALED = sizeof(In) == 1;
+    constexpr bool SCALED = sizeof(In) == 1, COPIES_BOTH = SCALED && !QUANTIZED;
     constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
     constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // per thread, after the exchange
@@ -42,6 +42,8 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
         quantized + (QUANTIZED ? quantized_steps<PAIR>(k) * MAX_QUANTIZED * DEPTH : 0));
     Barrier* const full = reinterpret_cast<Barrier*>(sent + ROWS * (PAIR ? 8 : 2));
     Barrier* const empty = full + stages;
+    // Of the weights in the ring's first stages, if they are there before x has been requested.
+    Barrier* const early = SCALED ? full : empty + stages;
     float2* const partial = reinterpret_cast<float2*>(empty + stages);
 
     // Immediately: a small kernel fits alongside, and the next one of this kind takes over each
@@ -56,22 +58,31 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     const int first = PAIR ? rank * steps / 2 : 0, last = PAIR ? (rank + 1) * steps / 2 : steps;
     const int box = QUANTIZED ? 0 : (m + 7) / 8 * 8;  // tokens that are copied
 
+    constexpr int WEIGHT_BYTES = ROWS * DEPTH * sizeof(In);  // of a stage
+    const int x_bytes = box * DEPTH * sizeof(In);
+
     // State of the producer thread: stages of all of its tiles, and the next one.
     const int count = (tiles - first_tile + next_tile - 1) / next_tile * (last - first);
     const int ahead = min(count, stages);
+    // In 8 bits products of x in the ring are slower if consumers request x (benchmarks/notes.md),
+    // and the producer would be late with it, as it waits for weights.
+    const int at_once = COPIES_BOTH ? ahead : min(ahead, early_stages(WEIGHT_BYTES));
     int tile = first_tile, step = first;
-    const auto copy_weight = [&](int slot) {
+    const auto copy_weight = [&](int slot, Barrier* barrier, int further_bytes) {
         In* const to = ring + slot * stage_values;
         const int row = tile * COLUMNS;
-        arrive_expect_tx(full + slot, (ROWS + box) * DEPTH * sizeof(In));
-        tma_load_evict_first(to, &weight, row, step * DEPTH, full + slot);
+        arrive_expect_tx(barrier, WEIGHT_BYTES + further_bytes);
+        tma_load_evict_first(to, &weight, row, step * DEPTH, barrier);
         // The halves are adjacent, or gate and up.
         tma_load_evict_first(to + HALF * DEPTH, &weight, row + (GATED ? width : HALF), step * DEPTH,
-                      full + slot);
+                             barrier);
         if (++step == last) {
             step = first;
             tile += next_tile;
         }
+    };
+    const auto copy_x = [&](int slot, int at) {
+        tma_load(ring + slot * stage_values + ROWS * DEPTH, x.map, 0, at * DEPTH, full + slot);
     };
     if (warp == WARPS && lane == 0) {
         prefetch_tensor_map(&weight);
@@ -79,10 +90,11 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
         for (int s = 0; s < stages; s++) {
             init_barrier(full + s, 1);
             init_barrier(empty + s, WARPS);
+            if (!SCALED) init_barrier(early + s, 1);
         }
         fence_barrier_init();
         // No kernel writes weights: they may be fetched before the preceding kernel has ended.
-        for (int s = 0; s < ahead; s++) copy_weight(s);
+        for (int s = 0; s < at_once; s++) copy_weight(s, early + s, COPIES_BOTH ? x_bytes : 0);
     } else if (!is_few && warp < WARPS) {
         // Padding tokens are multiplied as well: zeros, which take the least power.
         const int vectors = (TOKENS - box) * DEPTH / VECTOR<In>;
@@ -99,18 +111,17 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
 
     if (warp == WARPS) {
         if (lane != 0) return;
-        const auto copy_x = [&](int slot, int at) {
-            if (!QUANTIZED)
-                tma_load(ring + slot * stage_values + ROWS * DEPTH, x.map, 0, at * DEPTH,
-                         full + slot);
-        };
+        for (int s = at_once; s < ahead; s++) {
+            barrier_wait(early + s - at_once, 0);
+            copy_weight(s, early + s, 0);
+        }
         if (!QUANTIZED) pdl_wait();
-        for (int s = 0; s < ahead; s++) copy_x(s, first + s % (last - first));
+        for (int s = 0; COPIES_BOTH && s < ahead; s++) copy_x(s, first + s % (last - first));
         for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
             barrier_wait(empty + slot, parity);
             const int at = step;
-            copy_weight(slot);
-            copy_x(slot, at);
+            copy_weight(slot, full + slot, x_bytes);
+            if (!QUANTIZED) copy_x(slot, at);
             if (++slot == stages) {
                 slot = 0;
                 parity ^= 1;
@@ -122,6 +133,14 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     const int thread = warp < WARPS ? threadIdx.x : threadIdx.x - 32;  // without the producer
     if (QUANTIZED && x.norm && thread * 32 < k) prefetch_l2(x.norm + thread * 32);
     pdl_wait();
+    if constexpr (!SCALED) {
+        // By a thread of each warp: the producer may still be waiting for weights.
+        for (int s = warp; lane == 0 && s < ahead; s += WARPS) {
+            arrive_expect_tx(full + s, x_bytes);
+            copy_x(s, first + s % (last - first));
+        }
+        __syncwarp();
+    }
     const unsigned long long rows = smem_descriptor(ring);
     const unsigned long long tokens =
         smem_descriptor(QUANTIZED ? quantized : ring + ROWS * DEPTH, is_few ? 0 : ATOM * 128);
@@ -140,6 +159,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     FewTokens<T, Out, ROWS, GATED, PAIR, SCALED> few{
         row_scales, bias, residual, out, m, width, reinterpret_cast<float*>(sent)};
     int slot = 0, parity = 0;
+    bool is_early = !SCALED;
     for (; tile < tiles; tile += next_tile) {
         if (is_few) few.begin(tile, rank);
         Sum<In> acc[ROWS / 2];
@@ -165,6 +185,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
                 if (lane == 0) arrive(empty + before);
             };
             for (step = first_step; step < last_step; step++) {
+                if (is_early) barrier_wait(early + slot, 0);
                 barrier_wait(full + slot, parity);
                 const int offset = slot * stage_units;
                 const int token_offset =
@@ -183,6 +204,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
                 if (++slot == stages) {
                     slot = 0;
                     parity ^= 1;
+                    is_early = false;
                 }
             }
             wgmma_wait<0>();
@@ -292,7 +314,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
 // (bias and residual may be null; out may alias the residual). A tile has ROWS rows of the weight,
 // half of them gate and half up if GATED; block b computes tiles b, b + blocks and so on.
 // Boxes of the maps, of 128 bytes a row: m rows of x, rounded up to 8, and ROWS / 2 of weight.
-// Dynamic shared memory: 1024 + ROWS * 32 + stages * ((ROWS + x) * 128 + 16) bytes, x being
+// Dynamic shared memory: 1024 + ROWS * 32 + stages * ((ROWS + x) * 128 + 24) bytes, x being
 // ATOM for up to FEW tokens, otherwise TOKENS. stages: of the ring, which the caller chooses.
 template <typename T, typename Out, int ROWS, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)

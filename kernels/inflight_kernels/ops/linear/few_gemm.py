@@ -39,7 +39,8 @@ _SHARED_BYTES = 140 * 1024
 _LEAST_SHARED_BYTES = 114 * 1024
 
 _STAGE_BYTES = 6 * 1024
-"""Of weights, at most, if a box has not more: a consumer starts when all of them are there."""
+"""Of weights, at most, if a box has not more: a consumer starts when all of them are there. If all
+of a block's weights fit, each consumer has one stage for its part of a tile."""
 
 _MAX_INPUTS = 5120
 _MAX_X_BYTES = 24 * 1024
@@ -79,7 +80,7 @@ def prefers(m: int, n: int, k: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, num_multiprocessors: int) -> Plan:
-    """The smallest tile with which each block has one, and a ring of all of its stages, or of as
+    """The smallest tile with which each block has one, and a ring for all of its weights, or for as
     many as leave room.
 
     Args:
@@ -93,13 +94,17 @@ def plan(m: int, n: int, k: int, num_multiprocessors: int) -> Plan:
 def plan_with(rows: int, m: int, n: int, k: int, blocks: int) -> Plan:
     """The plan with such tiles and so many blocks; see `plan`."""
     box_bytes, all_boxes = rows * STAGE_DEPTH_BYTES, k * 2 // STAGE_DEPTH_BYTES
-    boxes = max(1, min(_STAGE_BYTES // box_bytes, all_boxes // _CONSUMERS))
-    of_consumers = _CONSUMERS * (boxes * box_bytes + 16)
-    other_bytes = m * (k + 8) * 2 + _CONSUMERS * MAX_TOKENS * (1 + rows) * 4
-    rounds = -(-all_boxes // (boxes * _CONSUMERS)) * -(-n // (rows * blocks))
-    if other_bytes + rounds * of_consumers > MAX_SHARED_BYTES:
-        rounds = max(1, (_SHARED_BYTES - other_bytes) // of_consumers)
-    shared_bytes = max(other_bytes + rounds * of_consumers, _LEAST_SHARED_BYTES)
+    other_bytes = m * (k + 8) * 2 + _CONSUMERS * MAX_TOKENS * (1 + rows) * 4 + 8
+
+    def stages_bytes(boxes: int) -> int:
+        """A stage for each consumer."""
+        return _CONSUMERS * (boxes * box_bytes + 16)
+
+    boxes, rounds = -(-all_boxes // _CONSUMERS), -(-n // (rows * blocks))
+    if other_bytes + rounds * stages_bytes(boxes) > MAX_SHARED_BYTES:
+        boxes = max(1, min(_STAGE_BYTES // box_bytes, all_boxes // _CONSUMERS))
+        rounds = max(1, (_SHARED_BYTES - other_bytes) // stages_bytes(boxes))
+    shared_bytes = max(other_bytes + rounds * stages_bytes(boxes), _LEAST_SHARED_BYTES)
     return Plan(rows, boxes, rounds * _CONSUMERS, blocks, shared_bytes)
 
 

@@ -122,7 +122,8 @@ class Plan:
         of_tile = self.steps(k_bytes)
         is_few = m <= _FEW_TOKENS
         x_rows = 0 if quantizes else _FEW_TOKENS if is_few else _TOKENS
-        stage_bytes = (self.rows + x_rows) * STAGE_DEPTH_BYTES + 16
+        barrier_bytes = 16 if quantizes else 24
+        stage_bytes = (self.rows + x_rows) * STAGE_DEPTH_BYTES + barrier_bytes
         # Sums of a pair's other block, or of few tokens.
         other_bytes = 1024 + self.rows * (128 if self.pair else 32)
         if quantizes:

@@ -71,7 +71,9 @@ def test_a_block_of_attention_fits_beside_a_ring_without_all_weights(n: int, k: 
 
 @pytest.mark.parametrize(("n", "k"), [(2880, 4096), (5120, 2048), (2048, 4096), (960, 576)])
 def test_all_weights_of_a_small_share_are_copied_early(n: int, k: int) -> None:
+    """Each consumer's in one stage."""
     cut = plan(1, n, k, HOPPER)
+    assert cut.stages == few_gemm._CONSUMERS
     assert cut.stages * cut.boxes >= k * 2 // STAGE_DEPTH_BYTES
 
 
