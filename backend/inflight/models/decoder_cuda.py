@@ -395,12 +395,10 @@ class Decoder:
         self._valid_tokens.count = inputs.num_tokens
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         block_size = cache.block_size if size.shares_prefixes else None
-        passes: list[LayerPass] = [
-            shared.begin(inputs, size, cache.table_of[first], block_size, history_ready=number > 0)
-            for number, (shared, first) in enumerate(
-                zip(self._attentions, self._first_layer_of, strict=True)
-            )
-        ]
+        passes: list[LayerPass] = []
+        for shared, first in zip(self._attentions, self._first_layer_of, strict=True):
+            table = cache.table_of[first]
+            passes.append(shared.begin(inputs, size, table, block_size, bool(passes)))
         layers = zip(
             *(weights.layers, self._attention_of, self._attention_weights, cache.layers),
             strict=True,
