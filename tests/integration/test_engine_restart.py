@@ -127,6 +127,39 @@ def test_a_killed_engine_fails_what_is_in_flight_once_and_comes_back(tiny_triton
     end_in_order(tiny_triton)
 
 
+def test_a_stream_whose_detokenizer_is_behind_when_the_engine_is_killed_is_released(tiny_triton):
+    """Triton never releases a request that fails while a response of it is in a later step."""
+    errors = []
+
+    def read(stream):
+        try:
+            for _ in stream:
+                pass
+        except Refused as refused:
+            errors.append(str(refused))
+
+    message = request("generate", text("The capital of"), *ENDLESS)
+    thread = threading.Thread(target=read, args=(Stream(tiny_triton.grpc, message),))
+    thread.start()
+    tiny_triton.wait_for(lambda stats: stats.num_output_tokens > 5)
+    (detokenizer,) = (
+        one
+        for one in psutil.Process(tiny_triton.server.pid).children()
+        if any("/detokenizer/" in argument for argument in one.cmdline())
+    )
+    detokenizer.suspend()
+    try:
+        time.sleep(10 * STEP_MS / 1000)  # then it has a response of the stream
+        os.kill(engine_pid(tiny_triton), signal.SIGKILL)
+        time.sleep(0.5)  # a front that sends the error itself has sent it
+    finally:
+        detokenizer.resume()
+    thread.join(60)
+    assert len(errors) == 1
+    assert "the engine exited while it processed this request" in errors[0]
+    end_in_order(tiny_triton)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_engine_comes_back_each_time_it_is_killed(triton):

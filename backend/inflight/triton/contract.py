@@ -192,6 +192,12 @@ DETOKENIZE_STATE = Tensor(
 )
 DETOKENIZE_STATE_SIZE = 6
 """Values per output."""
+DETOKENIZE_ERROR = Tensor(
+    "detokenize_error",
+    "STRING",
+    "Set only by the model llm, with no ids and no state, when a stream fails that has begun: why, "
+    "as JSON of kind and message. The detokenizer answers with that error.",
+)
 
 _PROMPT = (INPUT_IDS, PROMPT_TENSOR)
 _TOKENIZED = (*_PROMPT, PROMPT_ERROR, NUM_INPUT_TOKENS)
@@ -203,7 +209,7 @@ CHAT_PROMPT = (
     ADD_GENERATION_PROMPT,
     CONTINUE_FINAL_MESSAGE,
 )
-_DETOKENIZE = (DETOKENIZE_IDS, DETOKENIZE_STATE)
+_DETOKENIZE = (DETOKENIZE_IDS, DETOKENIZE_STATE, DETOKENIZE_ERROR)
 
 MODELS = {
     "llm": Contract(

@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.ipc.engine_client import EngineClient, attach, engine_sockets
 from inflight.text.detokenize import KEPT, Detokenizer
-from inflight.triton import contract
+from inflight.triton import contract, protocol
 from inflight.triton.errors import DelayedErrors
 from inflight.triton.sibling import llm_directory, load_tokenizer
 from inflight.triton.stub import owner
@@ -95,6 +95,8 @@ class DetokenizerFront:
         those of id 0, which is no request."""
         ids = _row(request, contract.DETOKENIZE_IDS)
         state = _row(request, contract.DETOKENIZE_STATE)
+        if not state:
+            _raise_error_of_llm(request)
         size = contract.DETOKENIZE_STATE_SIZE
         has_kept = self._check_range(ids)
         texts = []
@@ -239,6 +241,13 @@ class DeliveryReports:
         with self._lock:
             del self._attached[path]
             self._clients = tuple(one for one, _ in self._attached.values())
+
+
+def _raise_error_of_llm(request: Any) -> None:
+    """Raise the error that the model `llm` has left to this one, if it is one."""
+    found = pb_utils.get_input_tensor_by_name(request, contract.DETOKENIZE_ERROR.name)
+    if found is not None:
+        raise protocol.read_error(contract.DETOKENIZE_ERROR, found.as_numpy().reshape(-1))
 
 
 def _row(request: Any, tensor: contract.Tensor) -> list[int]:

@@ -31,7 +31,7 @@ from inflight.ipc.engine_client import EngineClient, attach_front
 from inflight.ipc.metrics.usage import ACCOUNT, UsageReporter, tenant_of, usage_path
 from inflight.ipc.runtime_folder import folder_of
 from inflight.ipc.sockets.disconnects import TICKET, DisconnectListener
-from inflight.triton import protocol
+from inflight.triton import contract, protocol
 from inflight.triton.contract import Array
 from inflight.triton.dialects import request_parameters
 from inflight.triton.errors import DelayedErrors, triton_error
@@ -49,8 +49,7 @@ CANCEL_INTERVAL_S = 0.02
 # coalesced.
 MAX_UNDELIVERED = 2
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-# Triton 2.51 never releases an ensemble request that fails while an earlier response of it is in a
-# later step, and then cannot shut down cleanly. So an error is delayed until those have passed.
+# See `ResponseWriter.fail`. For an ensemble that does not map detokenize_error.
 ERROR_DELAY_S = 0.05
 
 
@@ -138,10 +137,7 @@ class ResponseWriter:
         if error is not None:
             if len(self.request_ids) > 1:
                 self.cancel()  # the other outputs are not needed any more
-            if self.detokenized:
-                time.sleep(max(0.0, self._sent_at + ERROR_DELAY_S - time.monotonic()))
-            failure = triton_error(from_kind(events[0].error_kind or "", error))
-            self._sender.send(pb_utils.InferenceResponse(error=failure), flags=flags)
+            self.fail(from_kind(events[0].error_kind or "", error))
             return
         assert self._builder is not None
         *earlier, last = self._builder.responses(events, self.request_ids)
@@ -154,6 +150,21 @@ class ResponseWriter:
             self._sender.send(self._response(last), flags=flags)
         self._sent_at = time.monotonic()
 
+    def fail(self, error: InflightError) -> None:
+        """Send an error as the final response.
+
+        Triton 2.51 never releases an ensemble request that fails while an earlier response of it is
+        in a later step, and then cannot shut down in order. So the detokenizer responds with the
+        error, after what it still has of the stream.
+        """
+        response = pb_utils.InferenceResponse(error=triton_error(error))
+        if self.detokenized and self._sent_at:
+            if contract.DETOKENIZE_ERROR.name in self._requested_outputs:
+                response = self._response(protocol.failure(error))
+            else:
+                time.sleep(max(0.0, self._sent_at + ERROR_DELAY_S - time.monotonic()))
+        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
     def _response(self, arrays: Mapping[str, Array]) -> Any:
         return pb_utils.InferenceResponse(
             [
@@ -165,11 +176,9 @@ class ResponseWriter:
 
     def abandon(self) -> None:
         self.cancel()
-        error = triton_error(EngineError("the response could not be sent"))
-        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         # If the final response failed half-way, the sender is closed already.
         with contextlib.suppress(Exception):
-            self._sender.send(pb_utils.InferenceResponse(error=error), flags=final)
+            self.fail(EngineError("the response could not be sent"))
 
     def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())

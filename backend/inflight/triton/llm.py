@@ -49,7 +49,7 @@ class LlmFront(EngineFront):
     def check(self, inputs: Mapping[str, Array]) -> None:
         refused = inputs.get(contract.PROMPT_ERROR.name)
         if refused is not None:  # the tokenizer has rejected the request
-            raise protocol.read_prompt_error(refused)
+            raise protocol.read_error(contract.PROMPT_ERROR, refused)
 
     def read(
         self, inputs: Mapping[str, Array], parameters: dict[str, Any], limits: protocol.Limits

@@ -39,9 +39,14 @@ from inflight.triton.request_options import (
     RequestOptions,
 )
 
-# For a rejected prompt. JSON may encode each character as six.
+# Of an error that a later step responds with. JSON may encode each character as six.
 MAX_ERROR_CHARACTERS = 2048
-_MAX_PROMPT_ERROR_CHARACTERS = 8 * MAX_ERROR_CHARACTERS
+_MAX_STEP_ERROR_CHARACTERS = 8 * MAX_ERROR_CHARACTERS
+# Of the tensors with such an error.
+_WRITTEN_BY = {
+    contract.PROMPT_ERROR.name: "the tokenizers",
+    contract.DETOKENIZE_ERROR.name: "the model llm",
+}
 
 _OPTION_NAMES = tuple(tensor.name for tensor in contract.OPTIONS)
 _PROMPT_TENSORS = tuple(
@@ -71,8 +76,8 @@ class OutputDelta(NamedTuple):
     echo: list[int]
 
 
-class PromptError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tokenizer's error for a prompt, sent to the model `llm`.
+class StepError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An error of one step of an ensemble, which the next one responds with.
 
     Attributes:
         kind: of errors.KINDS.
@@ -229,31 +234,43 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     )
 
 
-def write_prompt_error(error: InflightError) -> Array:
-    """The tensor `prompt_error` of a prompt that a tokenizer rejects."""
+def failure(error: InflightError) -> dict[str, Array]:
+    """The tensors of the model `llm` for a stream that fails after its first response."""
+    return {
+        contract.DETOKENIZE_IDS.name: np.array([], np.int32),
+        contract.DETOKENIZE_STATE.name: np.array([], np.int64),
+        contract.DETOKENIZE_ERROR.name: write_error(error),
+    }
+
+
+def write_error(error: InflightError) -> Array:
+    """The content of `prompt_error` or `detokenize_error`."""
     # A lone surrogate, which JSON could carry and UTF-8 cannot, becomes a question mark.
     message = str(error).encode(errors="replace").decode()
-    found = PromptError(error.kind, message[:MAX_ERROR_CHARACTERS])
+    found = StepError(error.kind, message[:MAX_ERROR_CHARACTERS])
     return np.array([msgspec.json.encode(found)], object)
 
 
-def read_prompt_error(array: Array) -> InflightError:
-    """Parse a tokenizer's error for a prompt. A client may send the tensor itself; then only its
-    own request fails.
+def read_error(tensor: contract.Tensor, array: Array) -> InflightError:
+    """Parse the error of the step before. A client may send the tensor itself; then only its own
+    request fails.
+
+    Args:
+        tensor: `contract.PROMPT_ERROR` or `contract.DETOKENIZE_ERROR`.
 
     Raises:
-        RequestError: not written by a tokenizer.
+        RequestError: not written by `write_error`.
     """
-    text: str = contract.read(contract.PROMPT_ERROR, array)
+    text: str = contract.read(tensor, array)
     try:
-        if len(text) > _MAX_PROMPT_ERROR_CHARACTERS:
+        if len(text) > _MAX_STEP_ERROR_CHARACTERS:
             raise ValueError("too long")
-        found = msgspec.json.decode(text, type=PromptError)
+        found = msgspec.json.decode(text, type=StepError)
         if found.kind not in KINDS or len(found.message) > MAX_ERROR_CHARACTERS:
-            raise ValueError("not a tokenizer's")
+            raise ValueError("not a step's")
     except ValueError:  # msgspec's errors are ValueErrors too
         raise RequestError(
-            "is set only by the tokenizers; omit it", contract.PROMPT_ERROR.name
+            f"is set only by {_WRITTEN_BY[tensor.name]}; omit it", tensor.name
         ) from None
     return from_kind(found.kind, found.message)
 

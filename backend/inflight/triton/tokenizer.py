@@ -97,7 +97,7 @@ class TokenizerFront:
         if _leaves_errors_to_llm(wanted):
             arrays = {
                 contract.INPUT_IDS.name: np.array([], np.int32),
-                contract.PROMPT_ERROR.name: protocol.write_prompt_error(error),
+                contract.PROMPT_ERROR.name: protocol.write_error(error),
             }
             return _response(arrays, wanted)
         self._errors.send(request.get_response_sender(), error)

@@ -248,10 +248,36 @@ def test_closing_ends_the_attachment(clients):
     assert not reports._thread.is_alive()
 
 
+def test_an_error_that_the_llm_leaves_to_it_is_its_answer(front, clients, tokenizer):
+    arrays = protocol.failure(CapacityError("the engine exited; retry"))
+    failed = pb_utils.InferenceRequest({name: array[None] for name, array in arrays.items()})
+    fine, nothing = front.execute([request(TokenEvent(1, tokenizer.encode("fine"), [], 1)), failed])
+    assert fine.error() is None
+    assert nothing is None
+    (response,) = failed.sender.wait()
+    assert response.error().code() == pb_utils.TritonError.UNAVAILABLE
+    assert response.error().message() == "the engine exited; retry"
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
         ({}, "detokenize_ids: is missing"),
+        (
+            {
+                "detokenize_ids": np.zeros((1, 0), np.int32),
+                "detokenize_state": np.zeros((1, 0), np.int64),
+            },
+            "detokenize_state: has 0 values; allowed: 6 for each output",
+        ),
+        (
+            {
+                "detokenize_ids": np.zeros((1, 0), np.int32),
+                "detokenize_state": np.zeros((1, 0), np.int64),
+                "detokenize_error": np.array([[b"{}"]], object),
+            },
+            "detokenize_error: is set only by the model llm; omit it",
+        ),
         ({"detokenize_ids": np.zeros((1, 1), np.int32)}, "detokenize_state: is missing"),
         *(
             (

@@ -17,8 +17,8 @@ from inflight.ipc.metrics import usage
 from inflight.ipc.runtime_folder import folder_of
 from inflight.ipc.sockets.disconnects import TICKET, DisconnectReporter
 from inflight.triton import engine_front, errors, llm
-from inflight.triton.contract import MODELS
-from inflight.triton.protocol import write_prompt_error
+from inflight.triton.contract import DETOKENIZE_ERROR, MODELS
+from inflight.triton.protocol import read_error, write_error
 from waiting import PATIENCE_S, wait_until
 
 OUTPUTS = tuple(tensor.name for tensor in MODELS["llm"].outputs)
@@ -302,7 +302,7 @@ EMPTY = RequestError("is empty; allowed: at least one character", "text_input")
 )
 def test_a_prompt_rejected_by_the_tokenizer_fails_with_its_error(front, engines, error, code):
     nothing = np.array([], np.int32)
-    (response,) = ask(front, input_ids=nothing, prompt_error=write_prompt_error(error)).wait()
+    (response,) = ask(front, input_ids=nothing, prompt_error=write_error(error)).wait()
     assert response.error().code() == getattr(pb_utils.TritonError, code)
     assert response.error().message() == str(error)
     assert engines[0].submitted == []
@@ -317,7 +317,7 @@ def test_the_tokenizers_error_comes_before_all_others(front, engines, monkeypatc
         correlation_id=7,
         top_p=np.array([7], np.float32),
         nonsense=np.array([1]),
-        prompt_error=write_prompt_error(EMPTY),
+        prompt_error=write_error(EMPTY),
     ).wait()
     assert response.error().message() == str(EMPTY)
 
@@ -473,14 +473,45 @@ def test_late_events_of_a_lost_engine_are_ignored(front, engines):
     assert len(sender.responses) == 1
 
 
-def test_an_error_of_a_detokenized_stream_keeps_its_distance(front, engines):
+def detokenized(front, outputs=OUTPUTS):
+    """A stream as an ensemble asks for it."""
+    prompt_tensor = np.array([b"text_input"], object)
+    return ask(front, stream=true(), outputs=outputs, prompt_tensor=prompt_tensor)
+
+
+def fail(engine, error):
+    engine.on_events([TokenEvent.failed(engine.submitted[0].request_id, error)])
+
+
+def test_a_detokenized_stream_that_has_begun_fails_by_its_detokenizer(front, engines):
     """A step of an ensemble that fails beside another one leaks the request in Triton 2.51."""
-    sender = ask(front, stream=true(), prompt_tensor=np.array([b"text_input"], object))
+    sender = detokenized(front)
     engines[0].say([7], position=1)
     sender.wait_for(1)
-    error = TokenEvent.failed(engines[0].submitted[0].request_id, EngineError("x"))
-    engines[0].on_events([error])
-    sender.wait()
+    fail(engines[0], CapacityError("x"))
+    last = sender.wait()[-1]
+    assert last.error() is None
+    assert set(last.tensors) == {"detokenize_ids", "detokenize_state", "detokenize_error"}
+    assert last.tensors["detokenize_ids"].size == last.tensors["detokenize_state"].size == 0
+    error = read_error(DETOKENIZE_ERROR, last.tensors["detokenize_error"])
+    assert (type(error), str(error)) == (CapacityError, "x")
+    assert len(sender.responses) == 2
+    assert sender.misuses == []
+
+
+def test_a_detokenized_stream_without_a_response_fails_at_once(front, engines):
+    sender = detokenized(front)
+    fail(engines[0], EngineError("x"))
+    (response,) = sender.wait()
+    assert response.error().message() == "x"
+
+
+def test_an_error_keeps_its_distance_in_an_ensemble_that_does_not_map_it(front, engines):
+    sender = detokenized(front, tuple(name for name in OUTPUTS if name != DETOKENIZE_ERROR.name))
+    engines[0].say([7], position=1)
+    sender.wait_for(1)
+    fail(engines[0], EngineError("x"))
+    assert sender.wait()[-1].error().message() == "x"
     first, last = sender.sent_at
     assert last - first > engine_front.ERROR_DELAY_S * 0.8
 

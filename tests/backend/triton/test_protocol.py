@@ -6,7 +6,7 @@ import pytest
 from inflight.core.request import AUTO_DRAFTS, PriorityClass
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.sampling.params import SamplingParams
-from inflight.triton import protocol
+from inflight.triton import contract, protocol
 from inflight.triton.protocol import parse
 from llm_tensors import LIMITS, flags, floats, generation, ints, refusal, strings
 
@@ -425,6 +425,10 @@ def test_an_error_in_a_text_prompt_names_the_text():
     )
 
 
+def read_back(error):
+    return protocol.read_error(contract.PROMPT_ERROR, protocol.write_error(error))
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -435,21 +439,21 @@ def test_an_error_in_a_text_prompt_names_the_text():
         CapacityError("later"),
     ],
 )
-def test_a_tokenizers_error_arrives_as_it_was(error):
-    found = protocol.read_prompt_error(protocol.write_prompt_error(error))
+def test_the_error_of_a_step_arrives_as_it_was(error):
+    found = read_back(error)
     assert type(found) is type(error)
     assert str(found) == str(error)
 
 
 @pytest.mark.parametrize("character", ["x", "\x00", "\ue000", "🎉", '"'])
-def test_a_tokenizers_error_has_a_limit_and_fits_it(character):
+def test_the_error_of_a_step_has_a_limit_and_fits_it(character):
     error = RequestError(character * 100_000)
-    found = protocol.read_prompt_error(protocol.write_prompt_error(error))
+    found = read_back(error)
     assert str(found) == character * protocol.MAX_ERROR_CHARACTERS
 
 
-def test_a_tokenizers_error_is_unicode():
-    found = protocol.read_prompt_error(protocol.write_prompt_error(RequestError("a \ud800 b")))
+def test_the_error_of_a_step_is_unicode():
+    found = read_back(RequestError("a \ud800 b"))
     assert str(found) == "a ? b"
 
 
@@ -471,16 +475,20 @@ def test_a_tokenizers_error_is_unicode():
         '{"kind": "invalid", "message": "x"}' + " " * 20_000,
     ],
 )
-def test_a_tokenizer_error_sent_by_a_client_is_rejected(text):
-    with pytest.raises(RequestError) as caught:
-        protocol.read_prompt_error(strings(text))
-    assert str(caught.value) == "prompt_error: is set only by the tokenizers; omit it"
+def test_the_error_of_a_step_that_a_client_sends_is_rejected(text):
+    for tensor, message in (
+        (contract.PROMPT_ERROR, "prompt_error: is set only by the tokenizers; omit it"),
+        (contract.DETOKENIZE_ERROR, "detokenize_error: is set only by the model llm; omit it"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            protocol.read_error(tensor, strings(text))
+        assert str(caught.value) == message
 
 
-def test_a_tokenizer_error_that_is_not_text_is_rejected():
+def test_the_error_of_a_step_that_is_not_text_is_rejected():
     for array in (np.array([b"\xff"], object), strings("{}", "{}"), ints(5)):
         with pytest.raises(RequestError, match=r"prompt_error: (is not valid UTF-8|has )"):
-            protocol.read_prompt_error(array)
+            protocol.read_error(contract.PROMPT_ERROR, array)
 
 
 def test_unknown_parameters_are_refused_with_the_nearest_name():

@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 
 from inflight.core.request import Candidate, FinishReason, RequestTiming, TokenEvent
+from inflight.errors import EngineError
 from inflight.text.detokenize import KEPT
-from inflight.triton.protocol import OutputDelta, merge, outputs
+from inflight.triton.protocol import OutputDelta, failure, merge, outputs
 from llm_tensors import flags, generation, ints, strings
 
 
@@ -74,12 +75,14 @@ def test_outputs_have_the_documented_tensors():
 
     event = TokenEvent(5, [7, 8], [6], 12, 3, FinishReason.LENGTH, -2.5)
     arrays = outputs([OutputDelta(0, event, [])], num_input_tokens=4)
-    documented = MODELS["llm"].outputs
-    assert set(arrays) == {tensor.name for tensor in documented}
-    for tensor in documented:
-        assert arrays[tensor.name].dtype == NUMPY[tensor.datatype]
-        assert arrays[tensor.name].ndim == 1
-        assert tensor.dims in (-1, arrays[tensor.name].size)
+    documented = {tensor.name: tensor for tensor in MODELS["llm"].outputs}
+    failed = failure(EngineError("x"))
+    assert set(arrays) == set(documented) - {"detokenize_error"}
+    assert set(failed) == {"detokenize_ids", "detokenize_state", "detokenize_error"}
+    for name, array in (*arrays.items(), *failed.items()):
+        assert array.dtype == NUMPY[documented[name].datatype]
+        assert array.ndim == 1
+        assert documented[name].dims in (-1, array.size)
     assert arrays["output_ids"].tolist() == [7, 8]
     assert arrays["detokenize_ids"].tolist() == [6, 7, 8]
     assert arrays["detokenize_state"].tolist() == [3, 1, 3, 1, 5, 12]

@@ -14,7 +14,7 @@ from inflight.text.chat import encode_chat
 from inflight.text.template import Conversation
 from inflight.triton import protocol
 from inflight.triton import tokenizer as fronts
-from inflight.triton.contract import MODELS
+from inflight.triton.contract import MODELS, PROMPT_ERROR
 from inflight.triton.errors import EARLIEST_ERROR_S
 from vocabularies import byte_level_folder
 
@@ -53,7 +53,7 @@ def error_as_data(front, inputs):
     (response,) = ask(front, inputs, outputs=MAPPED)
     assert response.error() is None
     assert response.tensors["input_ids"].tolist() == []
-    return protocol.read_prompt_error(response.tensors["prompt_error"])
+    return protocol.read_error(PROMPT_ERROR, response.tensors["prompt_error"])
 
 
 def strings(*values):
