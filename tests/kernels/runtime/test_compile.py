@@ -120,7 +120,7 @@ Compiled = dict[tuple[Instantiation, str], Future[Cubin]]
 def _optimize_little(patched: pytest.MonkeyPatch) -> None:
     """Optimization takes most of a compilation, and errors are found without it. In a cache of its
     own: this code is not for GPUs."""
-    quick = functools.partial(compiler.ProgramOptions, ofast_compile="mid")
+    quick = functools.partial(compiler.ProgramOptions, ofast_compile="max")
     patched.setattr(compiler, "ProgramOptions", quick)
     patched.setenv("XDG_CACHE_HOME", str(compiler.cache_folder() / "quick"))
 
