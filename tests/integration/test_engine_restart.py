@@ -59,6 +59,20 @@ def engine_pid(triton):
     return pid
 
 
+def reader(triton, message, errors):
+    """A thread that reads the responses to a request, and adds the error that ends them."""
+    stream = Stream(triton.grpc, message)
+
+    def read():
+        try:
+            for _ in stream:
+                pass
+        except Refused as refused:
+            errors.append(str(refused))
+
+    return threading.Thread(target=read)
+
+
 def kill_engine_in_flight(triton):
     """Kill the engine with three requests in flight; each must fail, once.
 
@@ -71,17 +85,7 @@ def kill_engine_in_flight(triton):
         request("generate", text("The capital of"), *ENDLESS[1:]),  # not streamed
     ]
     errors = []
-
-    def read(stream):
-        try:
-            for _ in stream:
-                pass
-        except Refused as refused:
-            errors.append(str(refused))
-
-    threads = [
-        threading.Thread(target=read, args=(Stream(triton.grpc, message),)) for message in messages
-    ]
+    threads = [reader(triton, message, errors) for message in messages]
     before = triton.stats().num_output_tokens
     for thread in threads:
         thread.start()
@@ -130,16 +134,8 @@ def test_a_killed_engine_fails_what_is_in_flight_once_and_comes_back(tiny_triton
 def test_a_stream_whose_detokenizer_is_behind_when_the_engine_is_killed_is_released(tiny_triton):
     """Triton never releases a request that fails while a response of it is in a later step."""
     errors = []
-
-    def read(stream):
-        try:
-            for _ in stream:
-                pass
-        except Refused as refused:
-            errors.append(str(refused))
-
     message = request("generate", text("The capital of"), *ENDLESS)
-    thread = threading.Thread(target=read, args=(Stream(tiny_triton.grpc, message),))
+    thread = reader(tiny_triton, message, errors)
     thread.start()
     tiny_triton.wait_for(lambda stats: stats.num_output_tokens > 5)
     (detokenizer,) = (
