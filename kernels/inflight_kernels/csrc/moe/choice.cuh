@@ -67,60 +67,64 @@ __device__ inline unsigned chosen_groups(const float* ranks, int num_experts, in
     return chosen;
 }
 
-// A token's experts, by one warp: lane r has the r-th expert and its weight. `logit` returns that
-// of a column.
-template <int PER_LANE, class Logit>
-__device__ int choose(const Logit& logit, const RouterParams& router, float* ranks, float& weight) {
-    const int lane = threadIdx.x % 32, num_experts = router.num_experts;
-    float score[PER_LANE], rank[PER_LANE], largest = LOWEST;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        const int expert = lane + 32 * i;
-        score[i] = router.bias && expert < num_experts ? router.bias[expert] : 0.0f;
-    }
-#pragma unroll 1
-    for (int part = 0; part < router.parts; part++) {
-        float more[PER_LANE];  // all loads before the first use
+// The experts of a token, chosen by one warp, the highest rank first. Not all have to be chosen at
+// once: what needs the first ones need not wait for the others.
+template <int PER_LANE>
+struct Ranking {
+    float score[PER_LANE];
+    unsigned key[PER_LANE];  // of the rank of expert lane + 32 * i; 0 once that is chosen
+    int own;                 // lane r has the r-th expert
+
+    // `logit` returns that of a column; `ranks` [num_experts] in shared memory, if there are
+    // groups.
+    template <class Logit>
+    __device__ Ranking(const Logit& logit, const RouterParams& router, float* ranks) : own(0) {
+        const int lane = threadIdx.x % 32, num_experts = router.num_experts;
+        float rank[PER_LANE], largest = LOWEST;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const int expert = lane + 32 * i;
-            more[i] = expert < num_experts ? logit(part * router.rows + expert) : LOWEST;
+            score[i] = router.bias && expert < num_experts ? router.bias[expert] : 0.0f;
         }
+#pragma unroll 1
+        for (int part = 0; part < router.parts; part++) {
+            float more[PER_LANE];  // all loads before the first use
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) score[i] += more[i];
-    }
+            for (int i = 0; i < PER_LANE; i++) {
+                const int expert = lane + 32 * i;
+                more[i] = expert < num_experts ? logit(part * router.rows + expert) : LOWEST;
+            }
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        rank[i] = score[i];
-        largest = fmaxf(largest, score[i]);
-    }
-    // Renormalized, scores of a softmax are a softmax over the chosen experts alone.
-    const bool renormalizes = router.flags & RENORMALIZE;
-    const bool only_chosen = renormalizes && !(router.flags & SIGMOID) && !router.select_bias;
-    if (router.flags & SIGMOID) {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) rank[i] = score[i] = sigmoid(score[i]);
-    } else if (!only_chosen) {
-        largest = warp_max(largest);
-        float sum = 0.0f;
+            for (int i = 0; i < PER_LANE; i++) score[i] += more[i];
+        }
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
-            score[i] = __expf(score[i] - largest);
-            sum += score[i];
+            rank[i] = score[i];
+            largest = fmaxf(largest, score[i]);
         }
-        const float inverse = __fdividef(1.0f, warp_sum(sum));
+        if (router.flags & SIGMOID) {
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) score[i] *= inverse;
-    }
-    unsigned key[PER_LANE];
+            for (int i = 0; i < PER_LANE; i++) rank[i] = score[i] = sigmoid(score[i]);
+        } else if (!only_chosen(router)) {
+            largest = warp_max(largest);
+            float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        const int expert = lane + 32 * i;
-        if (router.select_bias && expert < num_experts)
-            rank[i] = score[i] + router.select_bias[expert];
-        key[i] = expert < num_experts ? key_of(rank[i]) : 0;
-    }
-    if (router.top_groups < router.num_groups) {
+            for (int i = 0; i < PER_LANE; i++) {
+                score[i] = __expf(score[i] - largest);
+                sum += score[i];
+            }
+            const float inverse = __fdividef(1.0f, warp_sum(sum));
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) score[i] *= inverse;
+        }
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            const int expert = lane + 32 * i;
+            if (router.select_bias && expert < num_experts)
+                rank[i] = score[i] + router.select_bias[expert];
+            key[i] = expert < num_experts ? key_of(rank[i]) : 0;
+        }
+        if (router.top_groups >= router.num_groups) return;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++)
             if (lane + 32 * i < num_experts) ranks[lane + 32 * i] = rank[i];
@@ -134,37 +138,56 @@ __device__ int choose(const Logit& logit, const RouterParams& router, float* ran
         __syncwarp();
     }
 
-    int own = 0;
-    weight = 0.0f;
+    // Choose the experts from the `first` to before the `end`; those before have been chosen.
+    __device__ void choose(int first, int end) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int r = 0; r < router.top_k; r++) {
-        unsigned highest = 0;
-        int index = 0x7ffffffe;
+        for (int r = first; r < end; r++) {
+            unsigned highest = 0;
+            int index = 0x7ffffffe;
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (key[i] > highest) {
-                highest = key[i];
-                index = lane + 32 * i;
-            }
-        const int expert = first_of_highest(highest, index);
+            for (int i = 0; i < PER_LANE; i++)
+                if (key[i] > highest) {
+                    highest = key[i];
+                    index = lane + 32 * i;
+                }
+            const int expert = first_of_highest(highest, index);
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (expert == lane + 32 * i) key[i] = 0;
-        if (lane == r) own = expert;
+            for (int i = 0; i < PER_LANE; i++)
+                if (expert == lane + 32 * i) key[i] = 0;
+            if (lane == r) own = expert;
+        }
     }
+
+    // The expert of this lane; those of the token are followed by the shared ones.
+    __device__ int expert(const RouterParams& router) const {
+        const int lane = threadIdx.x % 32;
+        return lane < router.top_k ? own : router.num_experts + lane - router.top_k;
+    }
+
+    // Of the token's own experts, once all are chosen.
+    __device__ float weight(const RouterParams& router) const {
+        const int lane = threadIdx.x % 32;
+        float weight = 0.0f;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        const float found = __shfl_sync(FULL_WARP, score[i], own % 32);
-        if (lane < router.top_k && own / 32 == i) weight = found;
+        for (int i = 0; i < PER_LANE; i++) {
+            const float found = __shfl_sync(FULL_WARP, score[i], own % 32);
+            if (lane < router.top_k && own / 32 == i) weight = found;
+        }
+        if (only_chosen(router)) {
+            const float first = __shfl_sync(FULL_WARP, weight, 0);  // the highest
+            weight = lane < router.top_k ? __expf(weight - first) : 0.0f;
+        }
+        if (router.flags & RENORMALIZE) weight = __fdividef(weight, warp_sum(weight) + 1e-20f);
+        return weight * router.scale;
     }
-    if (only_chosen) {
-        const float first = __shfl_sync(FULL_WARP, weight, 0);  // the highest
-        weight = lane < router.top_k ? __expf(weight - first) : 0.0f;
+
+   private:
+    // Renormalized, scores of a softmax are a softmax over the chosen experts alone.
+    static __device__ bool only_chosen(const RouterParams& router) {
+        return router.flags & RENORMALIZE && !(router.flags & SIGMOID) && !router.select_bias;
     }
-    if (renormalizes) weight = __fdividef(weight, warp_sum(weight) + 1e-20f);
-    weight *= router.scale;
-    return own;
-}
+};
 
 // The weight of the shared expert of a token with these logits; 1 without a gate.
 template <class Logit>
@@ -177,30 +200,25 @@ __device__ float shared_weight(const Logit& logit, const RouterParams& router) {
     return sigmoid(gate);
 }
 
-// `choose`, and after a token's own experts the shared ones: lane r has the r-th of all_top_k()
-// experts and its weight; `shared` becomes that of the shared expert.
+// Writes the weights of a token's experts, all of which are chosen, then that of the shared expert.
 template <int PER_LANE, class Logit>
-__device__ int choose_all_of(const Logit& logit, const RouterParams& router, float* ranks,
-                             float& weight, float& shared) {
-    const int lane = threadIdx.x % 32, own = choose<PER_LANE>(logit, router, ranks, weight);
-    shared = shared_weight(logit, router);
-    if (lane < router.top_k || lane >= router.all_top_k()) return own;
-    weight = shared;
-    return router.num_experts + lane - router.top_k;
+__device__ void write_weights(const Ranking<PER_LANE>& ranking, const Logit& logit,
+                              const RouterParams& router, float* to) {
+    const int lane = threadIdx.x % 32, all_top_k = router.all_top_k();
+    const float shared = shared_weight(logit, router), weight = ranking.weight(router);
+    if (lane < all_top_k) to[lane] = lane < router.top_k ? weight : shared;
+    if (lane == 0) to[all_top_k] = shared;
 }
 
-// `choose_all_of` for a token of a batch, by one warp: returns the expert of lane r, and writes the
-// token's weights.
+// The experts of a token of a batch, by one warp: returns that of lane r, and writes the weights.
 template <int PER_LANE>
 __device__ int choose_for(const float* logits, const RouterParams& router, int token, float* ranks,
                           float* weights) {
-    const int lane = threadIdx.x % 32, all_top_k = router.all_top_k();
     const float* const own = logits + static_cast<long long>(token) * router.stride;
     const auto logit = [own](int column) { return load_l2(own + column); };
-    float weight, shared;
-    const int expert = choose_all_of<PER_LANE>(logit, router, ranks, weight, shared);
-    float* const to = weights + static_cast<long long>(token) * (all_top_k + 1);
-    if (lane < all_top_k) to[lane] = weight;
-    if (lane == 0) to[all_top_k] = shared;
-    return expert;
+    Ranking<PER_LANE> ranking(logit, router, ranks);
+    ranking.choose(0, router.top_k);
+    write_weights(ranking, logit, router,
+                  weights + static_cast<long long>(token) * (router.all_top_k() + 1));
+    return ranking.expert(router);
 }

@@ -34,49 +34,59 @@ struct Scratch {
     unsigned masks[MAX_EXPERTS];  // tokens of an expert; then its place in `experts`
 };
 
-// Called by all threads of a block, with all of it in shared memory. `ranks` has a float for each
-// expert, their number rounded up to 32, for each warp, `logit` returns that of a token and a
-// column.
+// The first experts of one token, all that this warp needs to request its first weights. All warps
+// of a block write the same ones.
+template <int PER_LANE>
+__device__ void choose_first(Ranking<PER_LANE>& ranking, const RouterParams& router, int count,
+                             Choice& to) {
+    const int lane = threadIdx.x % 32;
+    ranking.choose(0, min(count, router.top_k));
+    const bool is_shared = lane >= router.top_k && lane < router.all_top_k();
+    if (lane < count || is_shared) to.experts[lane] = ranking.expert(router);
+    __syncwarp();
+}
+
+// The others, by the warp that called choose_first with `count`.
 template <int PER_LANE, class Logit>
-__device__ void choose_all(const Logit& logit, const RouterParams& router, int num_tokens,
-                           Choice& to, Scratch& scratch, float* ranks) {
+__device__ void choose_rest(Ranking<PER_LANE>& ranking, const Logit& logit,
+                            const RouterParams& router, int count, Choice& to) {
+    const int lane = threadIdx.x % 32, top_k = router.all_top_k();
+    ranking.choose(min(count, router.top_k), router.top_k);
+    write_weights(ranking, logit, router, to.weights[0]);
+    if (lane == 0) to.count = top_k;
+    if (lane >= top_k) return;
+    to.experts[lane] = ranking.expert(router);
+    int* const ranks_of = reinterpret_cast<int*>(to.ranks[lane]);
+    ranks_of[0] = 0xffffff00 | lane;
+    ranks_of[1] = -1;
+}
+
+// The experts of several tokens, warp t having the ranking of token t. Called by all threads of a
+// block, with all of it in shared memory.
+template <int PER_LANE, class Logit>
+__device__ void choose_all(Ranking<PER_LANE>& ranking, const Logit& logit,
+                           const RouterParams& router, int num_tokens, Choice& to,
+                           Scratch& scratch) {
     // Read from a lane, so that the compiler knows that warps do not diverge.
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32, top_k = router.all_top_k();
     const int padded = (router.all_experts() + 31) / 32 * 32;
-    const bool is_single = num_tokens == 1;  // its experts are in the order of their ranks
-    if (!is_single) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < padded; i += THREADS) scratch.masks[i] = 0;
+    for (int i = threadIdx.x; i < padded; i += THREADS) scratch.masks[i] = 0;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < MAX_PAIRS * TOKENS / 4; i += THREADS)
-            reinterpret_cast<int*>(to.ranks)[i] = -1;
-        __syncthreads();
-    }
+    for (int i = threadIdx.x; i < MAX_PAIRS * TOKENS / 4; i += THREADS)
+        reinterpret_cast<int*>(to.ranks)[i] = -1;
+    __syncthreads();
     if (warp < num_tokens) {
-        const auto own = [&](int column) { return logit(warp, column); };
-        float weight, shared;
-        const int expert =
-            choose_all_of<PER_LANE>(own, router, ranks + warp * padded, weight, shared);
+        ranking.choose(0, router.top_k);
+        write_weights(ranking, logit, router, to.weights[warp]);
         if (lane < top_k) {
-            to.weights[warp][lane] = weight;
-            if (is_single) {
-                to.experts[lane] = expert;
-                int* const ranks_of = reinterpret_cast<int*>(to.ranks[lane]);
-                ranks_of[0] = 0xffffff00 | lane;
-                ranks_of[1] = -1;
-            } else {
-                atomicOr(scratch.masks + expert, 1u << warp);
-                scratch.chosen[warp][lane] = expert;
-            }
-        }
-        if (lane == 0) {
-            to.weights[warp][top_k] = shared;
-            if (is_single) to.count = top_k;
+            const int expert = ranking.expert(router);
+            atomicOr(scratch.masks + expert, 1u << warp);
+            scratch.chosen[warp][lane] = expert;
         }
     }
     __syncthreads();
-    if (is_single) return;
     if (warp == 0) {
         int count = 0;
 #pragma unroll 1
@@ -421,14 +431,14 @@ struct Stream {
     int step, to, from;
     const char* base;
 
-    // row_bytes: of a row of x.
+    // row_bytes: of a row of x. Nothing is read before `start`.
     __device__ Stream(const Weight& weight, unsigned ring, int stages, int row_bytes,
-                      const Team& team, int jobs, const BaseOf& base_of)
+                      const Team& team, const BaseOf& base_of)
         : weight(weight),
           ring(ring),
           stages(stages),
           job(team.number),
-          jobs(jobs),
+          jobs(0),
           next(team.count),
           base_of(base_of),
           step(0),
@@ -438,8 +448,18 @@ struct Stream {
         const int all = (row_bytes + WIDTH - 1) / WIDTH;
         const int most = (all + team.size - 1) / team.size;
         first_column = team.part * most * WIDTH;
-        steps = min(most, all - team.part * most);
-        if (steps <= 0) job = jobs;  // as many warps are not needed
+        steps = max(0, min(most, all - team.part * most));  // 0: as many warps are not needed
+    }
+
+    // `start` reads no weights of a later one of `jobs`; -1 if it reads none.
+    __device__ int last_at_start(int jobs) const {
+        if (steps == 0 || job >= jobs) return -1;
+        return min(job + (stages - 1) / steps * next, jobs - 1);
+    }
+
+    // Request the first stages.
+    __device__ void start(int all_jobs) {
+        jobs = steps > 0 ? all_jobs : 0;
 #pragma unroll 1
         for (int s = 0; s < stages; s++) copy();
     }
@@ -458,14 +478,14 @@ struct Stream {
         to = to + 1 == stages ? 0 : to + 1;
     }
 
-    __device__ void wait() const {
-        constexpr int RING = Weight::RING;
-        if (stages == 4 * RING)
-            ptx::wait_copies<4 * RING - 1>();
-        else if (stages == 3 * RING)
-            ptx::wait_copies<3 * RING - 1>();
-        else
-            ptx::wait_copies<2 * RING - 1>();
+    // Wait for the next stage; with BEFORE = 1, right after `start`, for what this thread copied
+    // before it.
+    template <int BEFORE = 0, int TIMES = 4>
+    __device__ __forceinline__ void wait() const {
+        if constexpr (TIMES > 2) {
+            if (stages != TIMES * Weight::RING) return wait<BEFORE, TIMES - 1>();
+        }
+        ptx::wait_copies<TIMES * Weight::RING - 1 + BEFORE>();
         __syncwarp();
     }
 

@@ -14,15 +14,16 @@ struct Memory {
     char* x;
     Choice& choice;
     Scratch& scratch;  // until experts are chosen; then for partial sums
-    float* ranks;      // of choose_all
+    float* ranks;      // of a warp's Ranking
 
     // ring_bytes: of a warp.
-    __device__ Memory(char* all, int ring_bytes, int x_bytes)
+    // padded: number of experts, rounded up to 32.
+    __device__ Memory(char* all, int ring_bytes, int x_bytes, int padded = 0)
         : ring(shared_address(all) + threadIdx.x / 32 * ring_bytes),
           x(all + WARPS * ring_bytes),
           choice(*reinterpret_cast<Choice*>(x + x_bytes)),
           scratch(*reinterpret_cast<Scratch*>(&choice + 1)),
-          ranks(reinterpret_cast<float*>(&scratch + 1)) {}
+          ranks(reinterpret_cast<float*>(&scratch + 1) + threadIdx.x / 32 * padded) {}
 };
 
 constexpr int PARTIAL_SUMS = 2304;  // floats
@@ -41,24 +42,49 @@ struct GateUp {
     // By all blocks, which hand on what tokens choose. x_scales [T]: of x in 8 bits. A job is 8
     // columns of an expert's inner layer. Teams leave the sums of some jobs in shared memory, from
     // where a thread takes those of one column and token.
-    __device__ void run(const Memory& at, Choice* handed_on, const float* x_scales, int num_tokens,
-                        int top_k, int stages, int team_size) const {
-        const Choice& choice = at.choice;
+    template <int PER_LANE>
+    __device__ void run(const Memory& at, const X* x, const float* x_scales, const float* logits,
+                        const RouterParams& router, Choice* handed_on, int num_tokens, int stages,
+                        int team_size) const {
+        Choice& choice = at.choice;
         const int row_bytes = hidden * static_cast<int>(sizeof(X)),
-                  pitch = x_pitch<Weight>(row_bytes);
+                  pitch = x_pitch<Weight>(row_bytes), top_k = router.all_top_k();
+        // Read from a lane, so that the compiler knows that warps do not diverge.
+        const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
         const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
         const int block = blockIdx.x, blocks = gridDim.x;
         const Divisor units(width / 8);
-        const int jobs = (choice.count * units.number - block + blocks - 1) / blocks;
+        const auto jobs_of = [&](int experts) {
+            return (experts * units.number - block + blocks - 1) / blocks;
+        };
         const auto first_row = [&](int own) {
             const int job = block + own * blocks;
             return choice.experts[units.quotient(job)] * 2 * width + units.remainder(job) * 16;
         };
         const auto base_of = [&](int own) { return weight.address(first_row(own)); };
         const Team team(team_size);
-        Stream<Weight, decltype(base_of)> stream(weight, at.ring, stages, row_bytes, team, jobs,
-                                                 base_of);
-        hand_on(choice, handed_on);  // while the first weights arrive
+        Stream<Weight, decltype(base_of)> stream(weight, at.ring, stages, row_bytes, team, base_of);
+        // One token's experts are in the order of their ranks: the first ones are enough to begin.
+        const bool is_single = num_tokens == 1;
+        int jobs = jobs_of(top_k);
+        const int last = stream.last_at_start(jobs);
+        const int at_start = last < 0 ? 0 : units.quotient(block + last * blocks) + 1;
+        const float* const own_logits = logits + min(warp, num_tokens - 1) * router.stride;
+        const auto logit = [&](int column) { return load_l2(own_logits + column); };
+        pdl_wait();
+        copy_x(x, at.x, num_tokens, row_bytes, pitch);
+        Ranking<PER_LANE> ranking(logit, router, at.ranks);
+        if (is_single) {
+            choose_first(ranking, router, at_start, choice);
+        } else {
+            choose_all(ranking, logit, router, num_tokens, choice, at.scratch);
+            jobs = jobs_of(choice.count);
+        }
+        stream.start(jobs);
+        if (is_single && warp == 0) choose_rest(ranking, logit, router, at_start, choice);
+        stream.template wait<1>();  // for x
+        __syncthreads();
+        hand_on(choice, handed_on);
         const unsigned own_x = g < num_tokens ? shared_address(at.x + g * pitch) : 0;
 
         float* const partial =
@@ -114,6 +140,22 @@ struct GateUp {
             if (end < jobs) __syncthreads();
         }
     }
+
+   private:
+    // Rows of x -> shared memory, with zeros past their ends; they arrive while experts are chosen.
+    static __device__ void copy_x(const X* x, char* to, int num_tokens, int row_bytes, int pitch) {
+#pragma unroll 1
+        for (int token = 0; token < num_tokens; token++) {
+            const char* const row = reinterpret_cast<const char*>(x) + token * row_bytes;
+#pragma unroll 1
+            for (int column = threadIdx.x * 16; column < pitch; column += THREADS * 16) {
+                const bool valid = column < row_bytes;
+                ptx::copy_async(shared_address(to + token * pitch + column),
+                                row + (valid ? column : 0), valid);
+            }
+        }
+        ptx::commit_copies();
+    }
 };
 
 }  // namespace few
@@ -150,27 +192,12 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 16>::BLOCKS
                                  rows,        stride,      flags,       num_groups, top_groups,
                                  shared_gate, num_shared,  scale};
     const int row_bytes = hidden * static_cast<int>(sizeof(*x)), pitch = x_pitch<Weight>(row_bytes);
-    const Memory at(memory, stages * Weight::BYTES, num_tokens * pitch);
+    const Memory at(memory, stages * Weight::BYTES, num_tokens * pitch,
+                    (router.all_experts() + 31) / 32 * 32);
     const Weight matrix(weight, hidden, table);
-    pdl_wait();
-    // They arrive while experts are chosen.
-#pragma unroll 1
-    for (int i = threadIdx.x; i < num_tokens * (pitch / 16); i += THREADS) {
-        const int token = i / (pitch / 16), column = i % (pitch / 16) * 16;
-        const bool valid = column < row_bytes;
-        const char* const row = reinterpret_cast<const char*>(x) + token * row_bytes;
-        ptx::copy_async(shared_address(at.x + token * pitch + column), row + (valid ? column : 0),
-                        valid);
-    }
-    ptx::commit_copies();
-    const auto logit = [&](int token, int column) {
-        return load_l2(logits + token * stride + column);
-    };
-    choose_all<PER_LANE>(logit, router, num_tokens, at.choice, at.scratch, at.ranks);
-    ptx::wait_copies<0>();
-    __syncthreads();
     const GateUp<Weight, T> layer = {matrix, weight_scales, bias, inner, hidden, width, gate};
-    layer.run(at, choice, x_scales, num_tokens, router.all_top_k(), stages, team_size);
+    layer.template run<PER_LANE>(at, x, x_scales, logits, router, choice, num_tokens, stages,
+                                 team_size);
 }
 
 namespace few {
@@ -297,8 +324,8 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
     const auto base_of = [&](int job) { return matrix.address(first_row(job)); };
     // No kernel writes weights: they are read while the preceding one ends.
     const Team team(team_size);
-    Stream<Weight, decltype(base_of)> stream(matrix, at.ring, stages, row_bytes, team, jobs,
-                                             base_of);
+    Stream<Weight, decltype(base_of)> stream(matrix, at.ring, stages, row_bytes, team, base_of);
+    stream.start(jobs);
     if constexpr (sizeof(X) == 1) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < jobs * ROWS; i += THREADS)
