@@ -1,7 +1,7 @@
 // The experts of few tokens, as two kernels: gate and up, then down and the sum of a token's
 // experts. See few.cuh. Blocks of both fit on a multiprocessor at once, so that the second kernel
-// may read its weights while the first one still runs. With weights of 16 bits most of its blocks
-// start later, as `overlaps` of few_sizes.py says.
+// may read its weights while the first one still runs. With weights of 16 bits a block has a
+// multiprocessor for itself, as `overlaps` of few_sizes.py says.
 #include "moe/few.cuh"
 #include "moe/gates.cuh"
 

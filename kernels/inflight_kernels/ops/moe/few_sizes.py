@@ -36,7 +36,7 @@ _GATE_UP_TEAMS, _DOWN_TEAMS = (8, 4, 2, 1), (1, 2, 4, 8)
 _SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 
 # Stages of a block of gate and up, and of one of down, whose weights are read during the other one:
-# so many times `_stages_at_least`.
+# so many times `_stages_at_least`; then those of a block that has a multiprocessor for itself.
 _STAGES_TOGETHER = ((2, 4), (2, 3), (2, 2))
 _STAGES_ALONE = (4, 3, 2)
 
@@ -105,7 +105,7 @@ class Sizes:
         one = _WARPS * unit * self._stage_bytes
         first, last = self._gate_up_bytes(num_tokens), self._down_bytes(num_tokens)
         rest = _SHARED_BYTES - (blocks + 1) * _RESERVED_BYTES - last
-        for least in (_least_bytes(blocks), 0) if self.overlaps else (0,):
+        for least in (_least_bytes(blocks), 0) if self.overlaps else ():
             for of_first, of_last in _STAGES_TOGETHER:
                 if blocks * max(first + of_first * one, least) + of_last * one <= rest:
                     return of_first * unit, of_last * unit, least
@@ -122,7 +122,8 @@ class Sizes:
 
         Blocks of gate and up start while the router's kernel occupies some multiprocessors. Without
         a minimum of shared memory others take more than _blocks of them, and some none. Weights of
-        16 bits saturate the memory anyway: what down reads early then delays gate and up.
+        16 bits saturate the memory anyway: what down reads early then delays gate and up, and more
+        stages of each gain more.
         """
         return self.grouped is not None or self.item_bytes == 1
 
