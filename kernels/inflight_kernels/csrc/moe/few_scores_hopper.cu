@@ -5,11 +5,11 @@
 // Rows of the router that a block multiplies with.
 constexpr int ROUTER_ROWS = 4;
 
-// out[t] = norm of x[t] + residual[t], total[t] = that sum, logits[t, e] = out[t] @ router[e]^T
-// with out rounded to T, of a router [rows, hidden].
+// out[t] = norm of x[t] + residual[t], total[t] = that sum, logits[t, e] = that norm @ router[e]^T
+// of a router [rows, hidden]. Unlike out, what the router multiplies is not rounded to T.
 //
 // Block (b, t) computes ROUTER_ROWS logits of token t, the last ones of each token the other
-// results: all of them compute the norm, and `total` must not alias `residual`. A thread has
+// results: all of them read the row, and `total` must not alias `residual`. A thread has
 // VECTORS vectors of 16 bytes of a row. ADD: as of rms_norm (norm.cu); without it there is no
 // residual, and no total. Value: T, or Fp8 or Int8; then also bytes[t], with scales[t].
 template <typename Value, typename T, typename R, int VECTORS, bool ADD>
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(256)
     static_assert(PARTS * M == N, "R has at least the size of T");
     __shared__ float partial[32];
     __shared__ unsigned maxima[32];
-    __shared__ float products[WARPS][ROUTER_ROWS];
+    __shared__ float products[WARPS][ROUTER_ROWS + 1];
     const int token = blockIdx.y, first = blockIdx.x * ROUTER_ROWS;
     const bool writes = blockIdx.x == gridDim.x - 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -68,21 +68,20 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int j = 0; j < N; j++) squares += values[i][j] * values[i][j];
     }
-    const float scale = rsqrtf(block_sum(squares, partial) / hidden + eps);
-
-    unsigned largest = 0;
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-        if (column_of(i) >= hidden) continue;
-#pragma unroll
-        for (int j = 0; j < N; j++) values[i][j] *= scale * norms[i][j];
-        const uint4 rounded = pack<T>(values[i]);
-        if (writes) store_vector(out + start + column_of(i), rounded);
-        unpack<T>(rounded, values[i]);
-#pragma unroll
-        for (int j = 0; j < N; j++) largest = max(largest, magnitude(values[i][j]));
-    }
     if (writes) {
+        const float scale = rsqrtf(block_sum(squares, partial) / hidden + eps);
+        unsigned largest = 0;
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            if (column_of(i) >= hidden) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++) values[i][j] *= scale * norms[i][j];
+            const uint4 rounded = pack<T>(values[i]);
+            store_vector(out + start + column_of(i), rounded);
+            unpack<T>(rounded, values[i]);
+#pragma unroll
+            for (int j = 0; j < N; j++) largest = max(largest, magnitude(values[i][j]));
+        }
         if constexpr (!SAME<Value, T>) {
             const RowScale<Value> quantized(block_max(largest, maxima));
             if (threadIdx.x == 0) scales[token] = quantized.scale;
@@ -93,9 +92,15 @@ __global__ void __launch_bounds__(256)
         }
         return;
     }
-    float sums[ROUTER_ROWS] = {};
+    // Products with the norm but for its scale, which is the same for a row: one reduction for
+    // both.
+    float sums[ROUTER_ROWS + 1] = {};
+    sums[ROUTER_ROWS] = squares;
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++)
+    for (int i = 0; i < VECTORS; i++) {
+        if (column_of(i) >= hidden) continue;
+#pragma unroll
+        for (int j = 0; j < N; j++) values[i][j] *= norms[i][j];
 #pragma unroll
         for (int r = 0; r < ROUTER_ROWS; r++) {
             float w[N];
@@ -103,16 +108,21 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int j = 0; j < N; j++) sums[r] += values[i][j] * w[j];
         }
+    }
 #pragma unroll
-    for (int r = 0; r < ROUTER_ROWS; r++) {
+    for (int r = 0; r <= ROUTER_ROWS; r++) {
         sums[r] = warp_sum(sums[r]);
         if (lane == 0) products[warp][r] = sums[r];
     }
     __syncthreads();
     if (threadIdx.x < ROUTER_ROWS && first + threadIdx.x < rows) {
-        float sum = 0.0f;
+        float sum = 0.0f, all = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += products[w][threadIdx.x];
-        logits[static_cast<long long>(token) * rows + first + threadIdx.x] = sum;
+        for (int w = 0; w < WARPS; w++) {
+            sum += products[w][threadIdx.x];
+            all += products[w][ROUTER_ROWS];
+        }
+        logits[static_cast<long long>(token) * rows + first + threadIdx.x] =
+            sum * rsqrtf(all / hidden + eps);
     }
 }
