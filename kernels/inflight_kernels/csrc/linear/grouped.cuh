@@ -431,14 +431,12 @@ __device__ __forceinline__ void store_sum(void* out, long long place, float valu
 }
 
 // Copies a record, or another multiple of 16 bytes, from global to shared memory by a warp; used
-// once, it is evicted first from the L2 cache.
+// once, it is evicted first from the L2 cache. Addresses are those of the lane's first 16 bytes.
 template <int BYTES>
-__device__ __forceinline__ void copy_record(bool wanted, unsigned to, const unsigned char* from,
-                                            int lane) {
+__device__ __forceinline__ void copy_record(unsigned to, const unsigned char* from, int lane) {
 #pragma unroll
     for (int i = 0; i < (BYTES + 511) / 512; i++)
-        ptx::copy_once_if(wanted && i * 512 + lane * 16 < BYTES, to + lane * 16 + i * 512,
-                          from + lane * 16 + i * 512);
+        ptx::copy_once_if(i * 512 + lane * 16 < BYTES, to + i * 512, from + i * 512);
 }
 
 }  // namespace grouped

@@ -156,7 +156,8 @@ __global__ void grouped_dequantize(const unsigned char* records, const grouped::
     const int tile = index / chunks, chunk = index % chunks;
     unsigned char* const record = memory + warp * (R::BYTES + ROWS * PITCH);
     unsigned char* const rows = record + R::BYTES;
-    copy_record<R::BYTES>(true, ptx::shared_address(record), records + index * R::BYTES, lane);
+    copy_record<R::BYTES>(ptx::shared_address(record) + lane * 16,
+                          records + index * R::BYTES + lane * 16, lane);
     ptx::commit_copies();
     Table table = {};
     if constexpr (R::CODES == TABLE) table = *values;

@@ -22,12 +22,16 @@ constexpr int MAX_PAIRS = 64;                     // of a token and one of its e
 // ---------------------------------------------------------------- which experts
 
 // The experts of all tokens.
-struct Choice {
+struct alignas(16) Choice {
     int count;                             // of distinct experts
+    int unused[3];                         // whole vectors
     int experts[MAX_PAIRS];                // these, in ascending order if there are several tokens
     signed char ranks[MAX_PAIRS][TOKENS];  // of an expert among those of a token; -1 if it has not
     float weights[TOKENS][MAX_TOP_K];      // of a token's experts, then of the shared one
 };
+
+constexpr int CHOICE_VECTORS = sizeof(Choice) / sizeof(uint4);
+static_assert(CHOICE_VECTORS <= THREADS, "a thread copies one");
 
 struct Scratch {
     int chosen[TOKENS][MAX_TOP_K];
@@ -115,10 +119,9 @@ __device__ void choose_all(Ranking<PER_LANE>& ranking, const Logit& logit,
 // have called this.
 __device__ inline void hand_on(const Choice& choice, Choice* to) {
     if (blockIdx.x == gridDim.x - 1) {  // has no more jobs than others
-        static_assert(sizeof(Choice) % 4 == 0, "words");
-#pragma unroll 1
-        for (int i = threadIdx.x; i < static_cast<int>(sizeof(Choice) / 4); i += THREADS)
-            reinterpret_cast<int*>(to)[i] = reinterpret_cast<const int*>(&choice)[i];
+        if (threadIdx.x < CHOICE_VECTORS)
+            reinterpret_cast<uint4*>(to)[threadIdx.x] =
+                reinterpret_cast<const uint4*>(&choice)[threadIdx.x];
         __threadfence();
         __syncthreads();
     }
@@ -127,9 +130,9 @@ __device__ inline void hand_on(const Choice& choice, Choice* to) {
 
 // What the preceding kernel has handed on.
 __device__ inline void take_over(const Choice* from, Choice& choice) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Choice) / 4); i += THREADS)
-        reinterpret_cast<int*>(&choice)[i] = load_l2(reinterpret_cast<const int*>(from) + i);
+    if (threadIdx.x < CHOICE_VECTORS)
+        reinterpret_cast<uint4*>(&choice)[threadIdx.x] =
+            load_l2(reinterpret_cast<const uint4*>(from) + threadIdx.x);
     __syncthreads();
 }
 
@@ -203,11 +206,9 @@ __device__ inline void mma<Int8>(int (&c)[4], const unsigned (&a)[4], unsigned b
 struct Team {
     int size, count, number, part;  // count of teams, number of this one, part of this warp
 
-    __device__ explicit Team(int size)
-        : size(size),
-          count(WARPS / size),
-          number(static_cast<int>(threadIdx.x) / 32 / size),
-          part(static_cast<int>(threadIdx.x) / 32 % size) {}
+    // warp: of the block, read from a lane, so that the compiler knows that warps do not diverge.
+    __device__ Team(int size, int warp)
+        : size(size), count(WARPS / size), number(warp / size), part(warp % size) {}
 };
 
 // Bytes from a row of x to the next in shared memory: whole stages, of zeros past the row's end,
@@ -358,15 +359,17 @@ struct Codes {
         }
     }
 
+    // Of this lane's first 16 bytes.
     __device__ const char* address(int row) const {
-        return reinterpret_cast<const char*>(records) +
+        return reinterpret_cast<const char*>(records) + threadIdx.x % 32 * 16 +
                R::offset(static_cast<unsigned>(row) / ROWS, k);
     }
 
     __device__ __forceinline__ void copy(unsigned slot, const char* base, int first) const {
         const unsigned char* const from = reinterpret_cast<const unsigned char*>(base);
         const unsigned record = static_cast<unsigned>(first) / WIDTH;
-        grouped::copy_record<BYTES>(true, slot, from + record * BYTES, threadIdx.x % 32);
+        grouped::copy_record<BYTES>(slot + threadIdx.x % 32 * 16, from + record * BYTES,
+                                    threadIdx.x % 32);
     }
 
     static __device__ __forceinline__ int token_of(int i) { return threadIdx.x % 4 * 2 + i; }
@@ -489,10 +492,9 @@ struct Stream {
         __syncwarp();
     }
 
-    // The product of this part of the next job's rows with x, as Weight::token_of says. x: address
-    // of the row of token l / 4, 0 if its products are not used.
-    __device__ void multiply(unsigned x, float (&sums)[4]) {
-        const OwnRows own = Weight::own_rows(x);
+    // The product of this part of the next job's rows with x, as Weight::token_of says. own: of
+    // Weight::own_rows.
+    __device__ void multiply(const OwnRows& own, float (&sums)[4]) {
 #pragma unroll
         for (int e = 0; e < 4; e++) sums[e] = 0.0f;
 #pragma unroll 1

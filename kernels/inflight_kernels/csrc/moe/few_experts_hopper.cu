@@ -62,7 +62,7 @@ struct GateUp {
             return choice.experts[units.quotient(job)] * 2 * width + units.remainder(job) * 16;
         };
         const auto base_of = [&](int own) { return weight.address(first_row(own)); };
-        const Team team(team_size);
+        const Team team(team_size, warp);
         Stream<Weight, decltype(base_of)> stream(weight, at.ring, stages, row_bytes, team, base_of);
         // One token's experts are in the order of their ranks: the first ones are enough to begin.
         const bool is_single = num_tokens == 1;
@@ -85,7 +85,8 @@ struct GateUp {
         stream.template wait<1>();  // for x
         __syncthreads();
         hand_on(choice, handed_on);
-        const unsigned own_x = g < num_tokens ? shared_address(at.x + g * pitch) : 0;
+        const OwnRows own_x =
+            Weight::own_rows(g < num_tokens ? shared_address(at.x + g * pitch) : 0);
 
         float* const partial =
             reinterpret_cast<float*>(&at.scratch);  // [jobs, team_size, 16, tokens]
@@ -323,7 +324,7 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
     };
     const auto base_of = [&](int job) { return matrix.address(first_row(job)); };
     // No kernel writes weights: they are read while the preceding one ends.
-    const Team team(team_size);
+    const Team team(team_size, __shfl_sync(FULL_WARP, threadIdx.x / 32, 0));
     Stream<Weight, decltype(base_of)> stream(matrix, at.ring, stages, row_bytes, team, base_of);
     stream.start(jobs);
     if constexpr (sizeof(X) == 1) {
@@ -355,7 +356,8 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
             added[half] = bias && team.part == 0 ? static_cast<float>(bias[row + 8 * half]) : 0.0f;
         const int own = choice.ranks[which][g];
         float sums[4];
-        stream.multiply(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch), sums);
+        stream.multiply(
+            Weight::own_rows(own < 0 ? 0 : shared_address(at.x + (g * top_k + own) * pitch)), sums);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int token = Weight::token_of(i), rank = choice.ranks[which][token];
