@@ -20,6 +20,9 @@ from inflight_kernels.runtime.launch import Int64, check, kernel
 _THREADS = 128
 _MAX_THREADS = 256
 
+# Of a launch of begin_step, at most.
+_TABLES = 2
+
 FROM_DEVICE = -1
 """In a step, a value that only the device knows: a chunk's first token, which is its sequence's
 last one; a later token, which is a draft; a chunk's start, the position of the first token."""
@@ -330,15 +333,16 @@ def begin_step(
         raise ValueError(f"block_size is {block_size}; it must be a power of two")
     if not num_chunks:
         return
-    # A further launch for each further table repeats what does not depend on it.
-    for table in state.by_table:
-        _begin_step(step, state, table, num_chunks, block_size, num_tokens, num_rows, pdl)
+    # A further launch for each two further tables repeats what does not depend on them.
+    for first in range(0, len(state.by_table), _TABLES):
+        tables = state.by_table[first : first + _TABLES]
+        _begin_step(step, state, tables, num_chunks, block_size, num_tokens, num_rows, pdl)
 
 
 def _begin_step(
     step: Step,
     state: BatchState,
-    table: TableState,
+    tables: list[TableState],
     num_chunks: int,
     block_size: int,
     num_tokens: int,
@@ -355,8 +359,7 @@ def _begin_step(
         step.row_start,
         step.given,
         step.tokens,
-        table.tables,
-        table.tables.shape[1],
+        *_table_arguments(tables),
         block_size.bit_length() - 1,
         state.last_tokens,
         state.last_positions,
@@ -367,9 +370,7 @@ def _begin_step(
         num_rows,
         state.token_ids,
         state.positions,
-        table.slot_mapping,
         state.seq_lens,
-        table.step_tables,
         state.sample_rows,
         state.step_row_params,
         state.sample_positions,
@@ -378,6 +379,14 @@ def _begin_step(
         state.count_slots,
         pdl=pdl,
     )
+
+
+def _table_arguments(tables: list[TableState]) -> list[object]:
+    """Of begin_step, for one table or more, up to _TABLES; the others are null."""
+    arguments: list[object] = []
+    for table in tables:
+        arguments += table.tables, table.tables.shape[1], table.slot_mapping, table.step_tables
+    return arguments + [0] * (4 * (_TABLES - len(tables)))
 
 
 def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = False) -> None:

@@ -37,23 +37,26 @@ SLOT = ROW_PARAMS.fields["slot"][1] // 4
 POISON = -77
 
 
-def make_state(history: int = HISTORY) -> BatchState:
-    state = BatchState(LAYOUT, StateSizes(SLOTS, WIDTH, 3, NUM_DRAFTS, history), "cuda")
+def make_state(history: int = HISTORY, num_tables: int = 1) -> BatchState:
+    sizes = StateSizes(SLOTS, WIDTH, 3, NUM_DRAFTS, history, num_tables)
+    state = BatchState(LAYOUT, sizes, "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(tensor: torch.Tensor, high: int) -> None:
         tensor.copy_(torch.randint(0, high, tensor.shape, generator=generator, device="cuda"))
 
-    draw(state.tables, 10**6)
+    draw(state.all_tables, 10**6)
     draw(state.last_tokens, 128_000)
     draw(state.last_positions, 500)
     draw(state.drafts, 128_000)
     state.drafts[:, 3] = -1  # missing
     draw(state.row_params, 10**9)
-    for written in (state.token_ids, state.positions, state.slot_mapping, state.sample_rows):
+    for table in state.by_table:
+        table.slot_mapping.fill_(POISON)
+        table.step_tables.fill_(POISON)
+    for written in (state.token_ids, state.positions, state.sample_rows):
         written.fill_(POISON)
     for written in (
-        state.step_tables,
         state.step_row_params,
         state.sample_positions,
         state.seq_lens,
@@ -216,6 +219,25 @@ def test_graph_padding_belongs_to_no_sequence(
         assert (of_rows[num_rows:] == POISON).all()
     assert (state.seq_lens[: len(parts)] > 0).all()
     assert (state.seq_lens[num_chunks:] == POISON).all()
+
+
+@pytest.mark.parametrize("num_tables", [1, 2, 3, 4])
+def test_each_table_has_its_blocks_and_slots(num_tables: int) -> None:
+    parts = [Part(7, None, 1), Part(11, 37, 40), Part(0, 16, 3, False)]
+    state = make_state(num_tables=num_tables)
+    step, _ = send(parts)
+    begin_step(step, state, len(parts), BLOCK_SIZE, 48, 3)
+    positions = state.positions[:44].cpu()
+    of_tokens = torch.tensor([7] * 1 + [11] * 40 + [0] * 3)
+    for table in state.by_table:
+        tables = table.tables.cpu()
+        blocks = tables[of_tokens, positions // BLOCK_SIZE].long()
+        slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        assert table.slot_mapping[:49].tolist() == [*slots.tolist(), *[-1] * 4, POISON]
+        for chunk, part in enumerate(parts):
+            used = -(-int(state.seq_lens[chunk]) // BLOCK_SIZE)
+            own = table.step_tables[chunk].tolist()
+            assert own == [*tables[part.slot, :used].tolist(), *[POISON] * (WIDTH - used)]
 
 
 @pytest.mark.parametrize("missing", [NO_DRAFT, NOT_DRAFTED])

@@ -57,16 +57,29 @@ __device__ void trim(int* header, const int* slots, int* query_start, int* row_s
     __syncthreads();
 }
 
+// The block tables of all slots, [slots, width], and what a step has of them.
+struct Table {
+    const int* tables;
+    int width;
+    long long* slot_mapping;
+    int* step_tables;
+};
+
 // One block per chunk of the step, and per padding chunk of a CUDA graph. Tokens and rows up to
-// `num_tokens` and `num_rows` that are not the step's are padding: nothing of them is stored.
+// `num_tokens` and `num_rows` that are not the step's are padding: nothing of them is stored. For
+// one table or, if `more_tables` is not null, two.
 extern "C" __global__ void begin_step(
     int* header, const int* slots, const int* starts, int* query_start, int* row_start,
-    const int* given, const int* tokens, const int* tables, int table_width, int block_shift,
-    const long long* last_tokens, const int* last_positions, const int* drafts, int num_drafts,
-    const int* row_params, int num_tokens, int num_rows, long long* token_ids, long long* positions,
-    long long* slot_mapping, int* seq_lens, int* step_tables, long long* sample_rows,
-    int* step_row_params, long long* sample_positions, int* tail_starts, int* tail_lengths,
-    int* count_slots) {
+    const int* given, const int* tokens, const int* tables, int table_width,
+    long long* slot_mapping, int* step_tables, const int* more_tables, int more_width,
+    long long* more_mapping, int* more_step_tables, int block_shift, const long long* last_tokens,
+    const int* last_positions, const int* drafts, int num_drafts, const int* row_params,
+    int num_tokens, int num_rows, long long* token_ids, long long* positions, int* seq_lens,
+    long long* sample_rows, int* step_row_params, long long* sample_positions, int* tail_starts,
+    int* tail_lengths, int* count_slots) {
+    const Table both[2] = {{tables, table_width, slot_mapping, step_tables},
+                           {more_tables, more_width, more_mapping, more_step_tables}};
+    const int num_tables = more_tables ? 2 : 1;
     pdl_wait();
     pdl_launch_dependents();
     if (gridDim.x == 1 && num_rows > 1)
@@ -76,7 +89,9 @@ extern "C" __global__ void begin_step(
     for (int token = header[NUM_TOKENS] + thread; token < num_tokens; token += num_threads) {
         token_ids[token] = 0;
         positions[token] = 0;
-        slot_mapping[token] = -1;
+#pragma unroll
+        for (int t = 0; t < 2; t++)
+            if (t < num_tables) both[t].slot_mapping[token] = -1;
     }
     for (int row = header[NUM_ROWS] + thread; row < num_rows; row += num_threads) {
         sample_rows[row] = row;
@@ -97,7 +112,6 @@ extern "C" __global__ void begin_step(
     const int length = query_start[chunk + 1] - first_token;
     const int start = starts[chunk] >= 0 ? starts[chunk] : last_positions[slot];
     const int end = start + length;
-    const int* table = tables + static_cast<long long>(slot) * table_width;
     const int offset_mask = (1 << block_shift) - 1;
     for (int i = threadIdx.x; i < length; i += blockDim.x) {
         int token = tokens[first_token + i];
@@ -108,13 +122,22 @@ extern "C" __global__ void begin_step(
         const int position = start + i;
         token_ids[first_token + i] = token;
         positions[first_token + i] = position;
-        slot_mapping[first_token + i] =
-            (static_cast<long long>(table[position >> block_shift]) << block_shift) |
-            (position & offset_mask);
     }
     const int num_blocks = (end + offset_mask) >> block_shift;
-    int* step_table = step_tables + static_cast<long long>(chunk) * table_width;
-    for (int i = threadIdx.x; i < num_blocks; i += blockDim.x) step_table[i] = table[i];
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+        if (t == num_tables) break;
+        const long long width = both[t].width;
+        const int* table = both[t].tables + slot * width;
+        for (int i = threadIdx.x; i < length; i += blockDim.x) {
+            const int position = start + i;
+            both[t].slot_mapping[first_token + i] =
+                (static_cast<long long>(table[position >> block_shift]) << block_shift) |
+                (position & offset_mask);
+        }
+        int* step_table = both[t].step_tables + chunk * width;
+        for (int i = threadIdx.x; i < num_blocks; i += blockDim.x) step_table[i] = table[i];
+    }
     if (threadIdx.x == 0) seq_lens[chunk] = end;
 
     const int first_row = row_start[chunk];
