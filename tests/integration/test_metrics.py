@@ -9,14 +9,22 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from attached_front import Front
+from failpoint import failpoint
 from inflight.cli.top import sample_name
 from inflight.engine.metrics.families import FAMILIES, published
+from inflight.ipc.cleanup.janitor import GRACE_S
+from inflight.ipc.owner import Owner
+from inflight.ipc.shared_memory import regions_of
+from inflight.triton.metrics import INTERVAL_S
 from kserve import Refused, ask, request, tensor, text
 from serving import serve
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until_ended
 
 pytestmark = pytest.mark.integration
 
+# After its server; it has GRACE_S to end by itself.
+ENDS_S = 10.0
 COMPAT = """
 parameters { key: "metrics_compat" value { string_value: "vllm,trtllm" } }
 """
@@ -29,6 +37,13 @@ def triton(tmp_path):
             file.write(COMPAT)
 
     yield from serve(tmp_path, "echo", publish_aliases)
+
+
+@pytest.fixture
+def slow_triton(tmp_path):
+    """Whose requests run on until the end of the test."""
+    with failpoint("slow", 50):
+        yield from serve(tmp_path, "echo")
 
 
 def scrape(triton):
@@ -86,8 +101,8 @@ def kill_engine(triton):
     os.kill(engine.pid, signal.SIGKILL)
 
 
-def check_names(shown):
-    assert set(published(["vllm", "trtllm"])) <= {name for name, _ in shown}
+def check_series(shown, names):
+    assert set(names) <= {name for name, _ in shown}
 
 
 def check_totals(shown, num_requests, num_prompt, num_output):
@@ -108,7 +123,7 @@ def test_totals_are_right_and_survive_a_killed_engine(triton):
     for number in range(1, 6):
         generate(triton, [504 + number] * 10 * number, 20 * number)
     shown = wait_until(triton, lambda shown: check_totals(shown, 5, 150, 300))
-    shown = wait_until(triton, check_names)
+    shown = wait_until(triton, lambda shown: check_series(shown, published(["vllm", "trtllm"])))
     assert value(shown, "vllm:generation_tokens_total") == 300
     kv = {"kv_cache_block_type": "max"}
     assert value(shown, "nv_trt_llm_kv_cache_block_metrics", **kv) == 1024
@@ -142,3 +157,30 @@ def test_refusals_are_counted_by_kind(triton):
         assert value(shown, "inflight_requests_refused_total", **refused) == 2
 
     wait_until(triton, check)
+
+
+def test_a_stub_that_updates_metrics_does_not_outlive_its_server(slow_triton):
+    """It waits for the answer to a gauge's new value, and no thread of Python can run."""
+    wait_until(slow_triton, lambda shown: check_series(shown, published()))
+    server = psutil.Process(slow_triton.server.pid)
+    children = server.children(recursive=True)
+    # This remembers them, and so ends those that hang, should this test fail.
+    regions = [path for stub in slow_triton.server.stubs() for path in regions_of(stub)]
+    assert len(regions) >= 3 and all(path.exists() for path in regions)
+    server.suspend()
+    # A request that runs, and that the stopped server has no part in, so that the next update
+    # begins with a gauge.
+    owner = Owner(server.pid, is_supervisor=False)
+    front = Front(slow_triton.log.parent / "models" / "llm", owner)
+    front.submit([504] * 10, max_tokens=8000, ignore_eos=True)
+    time.sleep(4 * INTERVAL_S)
+
+    killed = time.monotonic()
+    server.kill()
+    slow_triton.server.wait()
+    wait_until_ended(children)
+    passed_s = time.monotonic() - killed
+    assert passed_s >= GRACE_S, "no update was waiting"
+    assert passed_s < ENDS_S
+    assert not [path for path in regions if path.exists()]
+    front.client.close()

@@ -33,6 +33,7 @@ from inflight.core.request import Request, TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
+from inflight.ipc.cleanup import janitor
 from inflight.ipc.crash_report import CrashReport
 from inflight.ipc.engine_client import heartbeat_path
 from inflight.ipc.frames import (
@@ -58,7 +59,8 @@ from inflight.ipc.heartbeat import Heartbeat
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, end_with
 from inflight.ipc.request_owners import RequestOwners
-from inflight.ipc.runtime_folder import gpu_folder, remove_folder_of
+from inflight.ipc.runtime_folder import folder_of, gpu_folder, remove_folder_of
+from inflight.ipc.shared_memory import stubs_left_by
 from inflight.ipc.sockets.accepting import accept_connections
 from inflight.ipc.sockets.private_socket import listen
 from inflight.kv.gpu import Gpu
@@ -128,16 +130,17 @@ class Hub:
     Args:
         path: of the socket.
         owner: the engine exits with it.
-        exits_after_last_front: whether it also exits when no front is attached for a while.
+        is_supervised: whether the owner is a supervisor; else the engine also exits when no front
+            is attached for a while.
 
     Attributes:
         requests: whose they are; changed only by the loop.
     """
 
-    def __init__(self, path: Path, owner: Process, *, exits_after_last_front: bool = True) -> None:
+    def __init__(self, path: Path, owner: Process, *, is_supervised: bool) -> None:
         self._path = path
         self._owner = owner
-        self._exits_after_last_front = exits_after_last_front
+        self._is_supervised = is_supervised
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._next_number = 1
@@ -226,10 +229,8 @@ class Hub:
         while True:
             time.sleep(0.25)
             if not self._owner.is_running():
-                logger.info("the server has exited: exiting")
-                remove_folder_of(self._owner.pid)
-                self.exit(0)
-            if not self._exits_after_last_front:
+                self._exit_after_owner()
+            if self._is_supervised:
                 continue
             with self._lock:
                 attached = any(peer.role == "front" for peer in self._peers.values())
@@ -237,6 +238,19 @@ class Hub:
             if not attached and alone_for > self._grace:
                 logger.info("no front is attached any more: exiting")
                 self.exit(0)
+
+    def _exit_after_owner(self) -> None:
+        logger.info("the server has exited: exiting")
+        pid = self._owner.pid
+        try:
+            # A supervisor has a janitor from its start on.
+            if not self._is_supervised and stubs_left_by(pid):
+                janitor.start(folder_of(pid))
+        except (OSError, InflightError) as error:
+            logger.error("no janitor has started (%s): processes of models may stay", error)
+        finally:
+            remove_folder_of(pid)
+            self.exit(0)
 
 
 class StatsLog:
@@ -484,7 +498,7 @@ def main(arguments: list[str]) -> None:
     process = Process.find(owner.pid)
     if process is None:
         sys.exit("the server has exited")
-    hub = Hub(path, process, exits_after_last_front=not owner.is_supervisor)
+    hub = Hub(path, process, is_supervised=owner.is_supervisor)
     signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
     heartbeat = Heartbeat(heartbeat_path(path))
     patience_s = STARTING_PATIENCE_S

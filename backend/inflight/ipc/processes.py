@@ -51,6 +51,16 @@ class Process:
     def is_running(self) -> bool:
         return Process.find(self.pid) == self
 
+    def started_before(self, other: Process) -> bool:
+        return int(self.start_time) < int(other.start_time)
+
+    def is_own(self) -> bool:
+        """Whether it runs as this user, and not in a PID namespace below this one, as that of a
+        container: the pids on its command line would be other ones here."""
+        status = _status(self.pid)
+        pids = status.get("NSpid", [])
+        return status.get("Uid", [])[:1] == [str(os.getuid())] and len(pids) <= 1
+
     def age_s(self) -> float:
         """Seconds since its start."""
         started_s = int(self.start_time) / os.sysconf("SC_CLK_TCK")
@@ -93,3 +103,13 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return text[text.rindex(")") + 2 :].split()
+
+
+def _status(pid: int) -> dict[str, list[str]]:
+    """The lines of /proc/PID/status by their names; empty if it has exited."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in text.splitlines())
+    return {name: values.split() for name, _, values in lines}

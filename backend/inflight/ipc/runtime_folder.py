@@ -9,7 +9,7 @@ from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.ipc.processes import Process
-from inflight.ipc.shared_memory import region_prefix, remove_regions, stubs_of
+from inflight.ipc.shared_memory import kill_stubs_left_by, region_prefix, remove_regions
 
 
 def folder_of(owner_pid: int) -> Path:
@@ -54,12 +54,15 @@ def remove_abandoned() -> None:
             clean_up(folder)
 
 
-def clean_up(folder: Path) -> None:
-    """Kill the stubs that a server has left, and remove their shared memory and its folder."""
-    for stub in stubs_of(int(folder.name)):
-        stub.kill()
-    remove_regions(region_prefix(int(folder.name)))
-    shutil.rmtree(folder, ignore_errors=True)
+def clean_up(folder: Path) -> int:
+    """Kill the stubs that a server has left, and remove their shared memory and its folder; returns
+    the number of the stubs."""
+    pid = int(folder.name)
+    num_killed = kill_stubs_left_by(pid)
+    if Process.find(pid) is None:  # else the rest is that of another server, which has this pid now
+        remove_regions(region_prefix(pid))
+        shutil.rmtree(folder, ignore_errors=True)
+    return num_killed
 
 
 def _base() -> Path:

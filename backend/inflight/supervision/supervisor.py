@@ -29,12 +29,12 @@ from inflight.deploy.tritonserver.server import OnProgress, Server
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
 from inflight.errors import EngineError
 from inflight.ipc import health
+from inflight.ipc.cleanup import janitor
 from inflight.ipc.control import SOCKET
 from inflight.ipc.gpu import power
 from inflight.ipc.health import Health
 from inflight.ipc.owner import Owner
 from inflight.ipc.runtime_folder import folder_of, remove_abandoned, remove_folder_of
-from inflight.supervision import janitor
 from inflight.supervision.doors import DoorChild
 from inflight.supervision.engine_set import EngineSet
 from inflight.supervision.host_memory import HostMemory

@@ -12,13 +12,10 @@ from inflight.ipc.heartbeat import beat_from_thread, write_stacks_on_request
 from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process
 from inflight.ipc.runtime_folder import folder_of
-from inflight.ipc.shared_memory import regions_of
+from inflight.ipc.shared_memory import regions_of, tritonserver_of
 
 SERVER_POLL_S = 0.5
 EXIT_GRACE_S = 3.0
-
-# Of the stub's arguments, in Triton 2.51.
-_SERVER_PID = 5
 
 
 def owner() -> Owner:
@@ -47,7 +44,11 @@ def close_shared_memory() -> None:
 
 def exit_with_server() -> None:
     """End this process some seconds after tritonserver has exited. Triton's own stub notices that
-    within two seconds, but not always, and would then keep its memory."""
+    within two seconds, but not always, and would then keep its memory.
+
+    A thread inside Triton's metrics API may wait for the server with the interpreter's lock held:
+    then this process is killed, by a janitor of the engine or supervisor.
+    """
     server, regions = Process.find(server_pid()), _own_regions()
 
     def watch() -> None:
@@ -75,7 +76,6 @@ def server_pid() -> int:
     parent = os.getppid()
     this = Process.find(os.getpid())
     arguments = this.arguments() if this is not None else []
-    if str(parent) in arguments or len(arguments) <= _SERVER_PID:
+    if str(parent) in arguments:
         return parent
-    named = arguments[_SERVER_PID]
-    return int(named) if named.isdigit() else parent
+    return tritonserver_of(arguments) or parent

@@ -34,6 +34,7 @@ from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.ipc.request_owners import RequestOwners
 from inflight.sampling.params import SamplingParams
+from stubs import ANOTHER, EXITED, running_stub
 from waiting import PATIENCE_S, wait_until
 
 SUPERVISOR = Owner(os.getpid(), is_supervisor=True)
@@ -287,6 +288,61 @@ def test_the_engine_ends_with_its_server(model_directory: Path) -> None:
     wait_until(lambda: not path.parent.exists())
     with pytest.raises(EngineError, match="the server has exited"):
         engine_client.attach_front(model_directory, owner, lambda events: None, lost.set)
+
+
+def test_the_engine_of_a_killed_server_leaves_a_janitor_for_its_stubs(
+    model_directory: Path,
+) -> None:
+    """It does not wait for them itself."""
+    lost = threading.Event()
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    owner = Owner(server.pid, is_supervisor=False)
+    client = engine_client.attach_front(model_directory, owner, lambda events: None, lost.set)
+    path = engine_client.socket_path(model_directory, server.pid)
+    region = f"triton_python_backend_shm_region_{server.pid}"
+    with running_stub(region, server.pid) as stub, running_stub(region, ANOTHER) as another:
+        server.kill()
+        server.wait()
+        assert lost.wait(PATIENCE_S)
+        wait_until(lambda: not path.exists())
+        assert stub.poll() is None
+        assert stub.wait(PATIENCE_S) == -9
+        assert another.poll() is None
+    client.close()
+    wait_until(lambda: not path.parent.exists())
+
+
+_HUB = """
+import sys, time
+from pathlib import Path
+from inflight.ipc import engine_main
+from inflight.ipc.processes import Process
+engine_main.janitor.start = lambda folder: print("janitor of", folder.name, flush=True)
+path, owner, kind = sys.argv[1:]
+engine_main.Hub(Path(path), Process(int(owner), "1"), is_supervised=kind == "supervisor")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "tritonserver", "shown"),
+    [
+        ("tritonserver", EXITED, f"janitor of {EXITED}\n"),
+        ("tritonserver", ANOTHER, ""),
+        ("supervisor", EXITED, ""),  # which has a janitor
+    ],
+)
+def test_a_janitor_is_started_if_a_plain_server_has_left_a_stub(
+    model_directory: Path, kind: str, tritonserver: int, shown: str
+) -> None:
+    path = engine_client.socket_path(model_directory, EXITED)
+    command = [sys.executable, "-c", _HUB, str(path), str(EXITED), kind]
+    with running_stub("triton_python_backend_shm_region_1", tritonserver):
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+        )
+    assert (done.returncode, done.stdout) == (0, shown), done.stderr
+    assert not path.parent.exists()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from inflight.ipc import processes
 from inflight.ipc.processes import Process, how_it_exited
 from waiting import wait_until
 
@@ -77,3 +78,28 @@ def test_a_process_has_an_age(child: subprocess.Popen[bytes]) -> None:
     assert -0.02 <= before < 60  # start times are in ticks of 10 ms
     assert found(child.pid).age_s() >= before
     assert found(os.getpid()).age_s() >= before
+
+
+def test_processes_are_ordered_by_their_starts() -> None:
+    first, second = Process(2, "99"), Process(1, "100")
+    assert first.started_before(second)
+    assert not second.started_before(first) and not first.started_before(first)
+
+
+def test_a_process_of_another_user_or_container_is_not_our_own(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, uid = found(child.pid), os.getuid()
+    assert process.is_own()
+    for uids, pids, is_own in [
+        ([uid, 0], [child.pid], True),
+        ([uid + 1, uid], [child.pid], False),
+        ([uid], [child.pid, 7], False),
+    ]:
+        status = {"Uid": [str(one) for one in uids], "NSpid": [str(one) for one in pids]}
+        monkeypatch.setattr(processes, "_status", lambda pid, status=status: status)
+        assert process.is_own() == is_own
+    monkeypatch.undo()
+    child.kill()
+    child.wait()
+    assert not process.is_own()

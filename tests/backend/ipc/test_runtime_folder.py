@@ -13,7 +13,8 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.ipc import runtime_folder
 from inflight.ipc.shared_memory import region_prefix
-from waiting import PATIENCE_S, has_arguments, wait_until
+from stubs import running_stub
+from waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -46,15 +47,9 @@ def test_a_stub_of_a_server_that_exited_is_ended(base: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     runtime_folder.folder_of(ended.pid)
-    arguments = [f"{region_prefix(ended.pid)}0a_1"]
-    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *arguments])
-    try:
-        wait_until(lambda: has_arguments(stub.pid, *arguments))
+    with running_stub(f"{region_prefix(ended.pid)}0a_1") as stub:
         runtime_folder.remove_abandoned()
         assert stub.wait(PATIENCE_S) == -9
-    finally:
-        stub.kill()
-        stub.wait()
 
 
 def test_a_folder_that_others_can_read_is_refused(base: Path) -> None:

@@ -1,0 +1,1 @@
+"""Ends what a server leaves behind that was killed."""
