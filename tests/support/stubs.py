@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 
 from waiting import has_arguments, wait_until
 
-# Above the largest that the kernel assigns, so no process has them.
-EXITED, ANOTHER = 2**22 + 4711, 2**22 + 47112
+# Pids above the largest that the kernel assigns, so no process has them. Tests that run at the same
+# time have others, and do not end each other's stubs.
+EXITED = 2**22 + 16 * os.getpid()
+ANOTHER = int(f"{EXITED}2")
 ENDS_BY_ITSELF = "import time; time.sleep(1)"
 _HANGS = "import time; time.sleep(600)"
 

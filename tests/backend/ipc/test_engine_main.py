@@ -325,18 +325,20 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("kind", "tritonserver", "shown"),
+    ("kind", "is_its_stub", "is_started"),
     [
-        ("tritonserver", EXITED, f"janitor of {EXITED}\n"),
-        ("tritonserver", ANOTHER, ""),
-        ("supervisor", EXITED, ""),  # which has a janitor
+        ("tritonserver", True, True),
+        ("tritonserver", False, False),
+        ("supervisor", True, False),  # which has a janitor
     ],
 )
 def test_a_janitor_is_started_if_a_plain_server_has_left_a_stub(
-    model_directory: Path, kind: str, tritonserver: int, shown: str
+    model_directory: Path, kind: str, is_its_stub: bool, is_started: bool
 ) -> None:
     path = engine_client.socket_path(model_directory, EXITED)
     command = [sys.executable, "-c", _HUB, str(path), str(EXITED), kind]
+    tritonserver = EXITED if is_its_stub else ANOTHER
+    shown = f"janitor of {EXITED}\n" if is_started else ""
     with running_stub("triton_python_backend_shm_region_1", tritonserver):
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
