@@ -101,6 +101,22 @@ def kill_engine(triton):
     os.kill(engine.pid, signal.SIGKILL)
 
 
+def suspend_in_update(server, stubs, front):
+    """Suspend a server in the middle of an update that keeps its stub's interpreter's lock: of a
+    gauge. One of a counter, which may happen to be under way, does not, so that is let through."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        server.suspend()
+        # A request that runs, and that the suspended server has no part in, so that the next update
+        # begins with a gauge.
+        front.submit([504] * 10, max_tokens=8000, ignore_eos=True)
+        if any(waits_for_lock(stub.pid) for stub in stubs * 2):
+            return
+        server.resume()
+        time.sleep(1.0)
+    pytest.fail("no update waits")
+
+
 def waits_for_lock(pid):
     """Whether a thread of a process waits for the interpreter's lock: it then wakes every 5 ms,
     where a stub's threads wake some ten times a second in all."""
@@ -183,15 +199,9 @@ def test_a_stub_that_updates_metrics_does_not_outlive_its_server(slow_triton):
     # This remembers them, and so ends those that hang, should this test fail.
     regions = [path for stub in slow_triton.server.stubs() for path in regions_of(stub)]
     assert len(regions) >= 3 and all(path.exists() for path in regions)
-    server.suspend()
-    # A request that runs, and that the stopped server has no part in, so that the next update
-    # begins with a gauge.
     owner = Owner(server.pid, is_supervisor=False)
     front = Front(slow_triton.log.parent / "models" / "llm", owner)
-    front.submit([504] * 10, max_tokens=8000, ignore_eos=True)
-    until = time.monotonic() + PATIENCE_S
-    while not any(waits_for_lock(stub.pid) for stub in slow_triton.server.stubs()):
-        assert time.monotonic() < until, "no update waits"
+    suspend_in_update(server, slow_triton.server.stubs(), front)
 
     killed = time.monotonic()
     server.kill()
