@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -67,14 +68,15 @@ def value(shown, name, **labels):
 
 
 def wait_until(triton, check):
-    """The first scrape that passes a check, which asserts: series are published one by one."""
+    """The first scrape that passes a check, which asserts: series are published one by one, and the
+    port opens after a server is ready."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        shown = scrape(triton)
         try:
+            shown = scrape(triton)
             check(shown)
             return shown
-        except AssertionError:
+        except (AssertionError, urllib.error.URLError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
