@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     log.begin()
     pid = int(folder.name)
-    supervisor = Process.find(pid)
+    server = Process.find(pid)
     with contextlib.suppress(OSError):
         sys.stdin.buffer.read()
     # A supervisor that stops in order leaves neither. Of a server that was killed, an engine or
@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
     if folder.exists() or stubs_left_by(pid):
         deadline = time.monotonic() + GRACE_S
         time.sleep(POLL_S)  # the kernel kills the others just after it has closed the pipe
-        while time.monotonic() < deadline and (_is_running(supervisor) or stubs_left_by(pid)):
+        while time.monotonic() < deadline and (_is_running(server) or stubs_left_by(pid)):
             time.sleep(POLL_S)
         if num_killed := clean_up(folder):
             logger.warning("killed %d of the models' processes, left by a server", num_killed)

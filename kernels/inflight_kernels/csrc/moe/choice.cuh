@@ -16,6 +16,8 @@ struct RouterParams {
 
     __device__ int all_experts() const { return num_experts + num_shared; }
     __device__ int all_top_k() const { return top_k + num_shared; }
+    // all_experts(), rounded up to whole warps.
+    __device__ int padded_experts() const { return (all_experts() + 31) / 32 * 32; }
 };
 
 // As torch_ops.moe.Routing has them.

@@ -22,10 +22,9 @@ constexpr int MAX_PAIRS = 64;                     // of a token and one of its e
 // ---------------------------------------------------------------- which experts
 
 // The experts of all tokens.
-struct alignas(16) Choice {
+struct Choice {
     int count;                             // of distinct experts
-    int unused[3];                         // whole vectors
-    int experts[MAX_PAIRS];                // these, in ascending order if there are several tokens
+    alignas(16) int experts[MAX_PAIRS];    // these, ascending if there are several tokens
     signed char ranks[MAX_PAIRS][TOKENS];  // of an expert among those of a token; -1 if it has not
     float weights[TOKENS][MAX_TOP_K];      // of a token's experts, then of the shared one
 };
@@ -74,7 +73,7 @@ __device__ void choose_all(Ranking<PER_LANE>& ranking, const Logit& logit,
     // Read from a lane, so that the compiler knows that warps do not diverge.
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32, top_k = router.all_top_k();
-    const int padded = (router.all_experts() + 31) / 32 * 32;
+    const int padded = router.padded_experts();
 #pragma unroll 1
     for (int i = threadIdx.x; i < padded; i += THREADS) scratch.masks[i] = 0;
 #pragma unroll 1

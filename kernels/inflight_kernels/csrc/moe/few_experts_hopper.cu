@@ -16,14 +16,13 @@ struct Memory {
     Scratch& scratch;  // until experts are chosen; then for partial sums
     float* ranks;      // of a warp's Ranking
 
-    // ring_bytes: of a warp.
-    // padded: number of experts, rounded up to 32.
-    __device__ Memory(char* all, int ring_bytes, int x_bytes, int padded = 0)
+    // ring_bytes: of a warp; padded_experts: of the router, for ranks.
+    __device__ Memory(char* all, int ring_bytes, int x_bytes, int padded_experts = 0)
         : ring(shared_address(all) + threadIdx.x / 32 * ring_bytes),
           x(all + WARPS * ring_bytes),
           choice(*reinterpret_cast<Choice*>(x + x_bytes)),
           scratch(*reinterpret_cast<Scratch*>(&choice + 1)),
-          ranks(reinterpret_cast<float*>(&scratch + 1) + threadIdx.x / 32 * padded) {}
+          ranks(reinterpret_cast<float*>(&scratch + 1) + threadIdx.x / 32 * padded_experts) {}
 };
 
 constexpr int PARTIAL_SUMS = 2304;  // floats
@@ -193,8 +192,7 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 16>::BLOCKS
                                  rows,        stride,      flags,       num_groups, top_groups,
                                  shared_gate, num_shared,  scale};
     const int row_bytes = hidden * static_cast<int>(sizeof(*x)), pitch = x_pitch<Weight>(row_bytes);
-    const Memory at(memory, stages * Weight::BYTES, num_tokens * pitch,
-                    (router.all_experts() + 31) / 32 * 32);
+    const Memory at(memory, stages * Weight::BYTES, num_tokens * pitch, router.padded_experts());
     const Weight matrix(weight, hidden, table);
     const GateUp<Weight, T> layer = {matrix, weight_scales, bias, inner, hidden, width, gate};
     layer.template run<PER_LANE>(at, x, x_scales, logits, router, choice, num_tokens, stages,

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(1024, 1)
     const int all_experts = router.all_experts(), all_top_k = router.all_top_k();
     const Plan plan = {tiles, num_tiles, starts, tile};
     extern __shared__ __align__(8) int memory[];
-    const int padded = (all_experts + 31) / 32 * 32;
+    const int padded = router.padded_experts();
     Mask* const masks = reinterpret_cast<Mask*>(memory);  // of tokens, by expert
     int* const chosen = memory + 2 * padded;
     int* const scratch = chosen + block_tokens * all_top_k;

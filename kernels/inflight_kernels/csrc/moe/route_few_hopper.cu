@@ -22,7 +22,7 @@ __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(MAX_EXPERTS)
     __shared__ unsigned masks[MAX_EXPERTS];  // of the block's tokens, by expert
     __shared__ int row_of[MAX_EXPERTS], tile_of[MAX_EXPERTS], before_of[MAX_EXPERTS];
     const int all_experts = router.all_experts(), all_top_k = router.all_top_k();
-    const int padded = (all_experts + 31) / 32 * 32, rank = blockIdx.x;
+    const int padded = router.padded_experts(), rank = blockIdx.x;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int each = (num_tokens + BLOCKS - 1) / BLOCKS, token = rank * each + warp;
     const bool has_token = warp < each && token < num_tokens;
