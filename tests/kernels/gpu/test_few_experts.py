@@ -59,7 +59,9 @@ class Weights:
         self.operand: Operand | GroupedRows
         if isinstance(form, GroupedKind):
             self.operand = _codes(experts * rows, columns, form)
-            exact = grouped_rows.dequantized(self.operand).double().view(shape)
+            # Of e2m1 sums are scaled, so that no value is rounded.
+            kept = torch.float32 if form.codes == grouped_rows.E2M1 else torch.bfloat16
+            exact = grouped_rows.dequantized(self.operand, kept).double().view(shape)
         else:
             stored = (torch.randn(shape, device="cuda") * columns**-0.5).bfloat16()
             self.operand, exact = stored, stored.double()

@@ -11,7 +11,7 @@
 //
 // Kernels multiply with the same numbers: code * scale + minimum, rounded to bfloat16; but few
 // tokens with numbers that are not rounded, where codes are multiplied as integers
-// (grouped_planes.cuh).
+// (grouped_planes.cuh), and experts of few tokens with e2m1 before it is scaled (moe/few.cuh).
 #pragma once
 
 #include "attention/attention_ptx.cuh"
@@ -92,6 +92,13 @@ __device__ __forceinline__ unsigned and_or(unsigned a, unsigned b, unsigned c) {
     return result;
 }
 
+// The bits of a where those of `mask` are set, and of b elsewhere, in one instruction.
+__device__ __forceinline__ unsigned merged(unsigned mask, unsigned a, unsigned b) {
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
+    return result;
+}
+
 // A word whose bit `from` becomes bit `to`.
 __device__ __forceinline__ unsigned shifted(unsigned word, int from, int to) {
     return from < to ? word << to - from : word >> from - to;
@@ -119,7 +126,8 @@ struct Scales {
 // the order of the operand's registers, has bits 4i to 4i + 3 of both halves of the step's word.
 // The upper two of 6 are in a third word: those of the first step above where the lower ones are,
 // from bit 4i + 4 on, and those of the second step 2 bits higher. Those of pair 3 would be in the
-// next half, and are: in the word, rotated by 4 bits, all lie as in bytes of their own.
+// next half, and are: in the word, rotated by 4 bits, all lie as in bytes of their own. The bits of
+// e2m1 lie so that a rotation and a mask make bfloat16 of a pair (`decode`).
 template <class R>
 struct Codes {
     unsigned words[R::BITS / 2];
@@ -261,6 +269,13 @@ template <class R>
 struct SharedScales {
     unsigned place;  // address of those of the lane's rows
 
+    // The scales of both rows, of the group with this step.
+    __device__ __forceinline__ unsigned word(int step) const {
+        unsigned words[1];
+        load_shared_words(words, place + step * STEP / R::GROUP * (4 * R::GROUP_WORDS));
+        return words[0];
+    }
+
     // Of the group with this step.
     __device__ __forceinline__ Scales of(int step) const {
         unsigned words[R::GROUP_WORDS];
@@ -371,15 +386,15 @@ __device__ __forceinline__ void decode(const Codes<R>& codes, int step, const Ta
             to[i] = subtract(and_or(upper, 0x00300030u, lower), 0x43204320u);
         }
     } else if constexpr (R::CODES == E2M1) {
-        // Sign, exponent and mantissa where bfloat16 has them: the value times 2^-126. Of three codes
-        // they lie so far apart that a shift to the left, which is a multiplication, suffices.
-        constexpr unsigned MASK = 0x81c081c0u;
+        // Sign, exponent and mantissa where bfloat16 has them: the value times 2^-126. The fourth
+        // pairs of both steps lie in what the others leave of both words.
+        constexpr unsigned MASK = 0x81c081c0u, LEFT = 0x06030603u;
         const unsigned word = codes.words[step];
+        const unsigned fourths = merged(LEFT, codes.words[0], codes.words[1] << 2);
         to[0] = word & MASK;
-        to[1] = word << 3 & MASK;
-        to[2] = word << 6 & MASK;
-        to[3] = and_or(word << 1, 0x80008000u,
-                       and_or(word >> 4, 0x00c000c0u, word >> 5 & 0x01000100u));
+        to[1] = rotated(word, 6, 0) & MASK;
+        to[2] = word << 4 & MASK;
+        to[3] = (step == 0 ? rotated(fourths, 4, 0) : fourths << 6) & MASK;
     } else {
         // Bytes of the codes 0 to 7 and 8 to 15 are looked up apart; bit 3 chooses.
         const unsigned index = codes.words[step] & 0x77777777u;

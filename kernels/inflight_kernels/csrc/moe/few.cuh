@@ -235,10 +235,12 @@ struct Values {
     static constexpr int ROWS = ROWS_;
     static constexpr int BYTES = STAGE;         // of a stage
     static constexpr int WIDTH = STAGE / ROWS;  // bytes of a row of x that it is multiplied with
+    static constexpr int STRIDE = WIDTH;        // bytes to the next stage of the same rows
     static constexpr int RING = 1;              // a ring has 2, 3 or 4 times as many stages
     static constexpr int BLOCKS = 2;            // on a multiprocessor: one of each kernel
     static constexpr int X_WIDTH = 512, X_OFFSET = 64;  // see x_pitch
     static constexpr bool HALVES = ROWS == 8;
+    static constexpr float X_FACTOR = 1.0f;  // of x in shared memory
 
     const In* values;
     int row_bytes;
@@ -250,14 +252,13 @@ struct Values {
         return reinterpret_cast<const char*>(values) + static_cast<long long>(row) * row_bytes;
     }
 
-    // A stage of the rows at `base`. first: its first column, in bytes of x.
-    __device__ __forceinline__ void copy(unsigned slot, const char* base, int first) const {
+    // A stage, from where its first row has its column `first`, in bytes of x.
+    __device__ __forceinline__ void copy(unsigned slot, const char* from, int first) const {
         constexpr int CHUNKS = WIDTH / 16,
                       ROWS_AT_ONCE = 32 / CHUNKS;  // of a row, of a warp's copy
         const int lane = threadIdx.x % 32, row = lane / CHUNKS, chunk = lane % CHUNKS;
-        const int column = first + chunk * 16;
-        const bool valid = column < row_bytes;
-        const char* source = base + row * row_bytes + (valid ? column : 0);
+        const bool valid = first + chunk * 16 < row_bytes;
+        const char* source = from + row * row_bytes + (valid ? chunk * 16 : 0);
 #pragma unroll
         for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
             // Odd rows have the halves of each 128 bytes exchanged, for other banks.
@@ -340,11 +341,17 @@ struct Codes {
     static constexpr int ROWS = grouped::ROWS;
     static constexpr int BYTES = R::BYTES;
     static constexpr int WIDTH = grouped::COLUMNS * static_cast<int>(sizeof(X));
+    static constexpr int STRIDE = BYTES;
     // With two fifths of the bytes of values at least: a multiprocessor has two blocks.
     static constexpr int RING = (STAGE * 2 / 5 + BYTES - 1) / BYTES;
     // On a multiprocessor: two of a kernel, as codes keep more warps busy, and one of the next.
     static constexpr int BLOCKS = 3;
     static constexpr int X_WIDTH = WIDTH, X_OFFSET = 16;
+    // Codes of e2m1 are decoded as their values times 2^-126. Sums of a group's products are scaled
+    // instead of its codes, which takes half as many instructions; x, of up to 2^60, is larger by
+    // X_FACTOR meanwhile, so that products are normal numbers.
+    static constexpr bool SCALES_SUMS = R::CODES == grouped::E2M1;
+    static constexpr float X_FACTOR = SCALES_SUMS ? 0x1p60f : 1.0f;
 
     const unsigned char* records;
     int k;
@@ -364,11 +371,9 @@ struct Codes {
                R::offset(static_cast<unsigned>(row) / ROWS, k);
     }
 
-    __device__ __forceinline__ void copy(unsigned slot, const char* base, int first) const {
-        const unsigned char* const from = reinterpret_cast<const unsigned char*>(base);
-        const unsigned record = static_cast<unsigned>(first) / WIDTH;
-        grouped::copy_record<BYTES>(slot + threadIdx.x % 32 * 16, from + record * BYTES,
-                                    threadIdx.x % 32);
+    __device__ __forceinline__ void copy(unsigned slot, const char* from, int) const {
+        grouped::copy_record<BYTES>(slot + threadIdx.x % 32 * 16,
+                                    reinterpret_cast<const unsigned char*>(from), threadIdx.x % 32);
     }
 
     static __device__ __forceinline__ int token_of(int i) { return threadIdx.x % 4 * 2 + i; }
@@ -386,6 +391,10 @@ struct Codes {
         const grouped::Reader<R> reader = {slot, static_cast<int>(threadIdx.x) % 32};
         grouped::Codes<R> codes[grouped::COLUMNS / (2 * grouped::STEP)];
         reader.read(codes);
+        if constexpr (SCALES_SUMS) {
+            multiply_groups(reader, codes, own.row + first, sums);
+            return;
+        }
         const auto scales = reader.scales();
         grouped::Scales of_group;
         float others[4] = {};  // of every second step, as each product waits for the one before
@@ -403,6 +412,32 @@ struct Codes {
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) sums[e] += others[e];
+    }
+
+   private:
+    // sums += the products of a record's groups with x, each times its scale.
+    __device__ __forceinline__ void multiply_groups(
+        const grouped::Reader<R>& reader,
+        const grouped::Codes<R> (&codes)[grouped::COLUMNS / (2 * grouped::STEP)], unsigned x,
+        float (&sums)[4]) const {
+        constexpr int STEPS = R::GROUP / grouped::STEP;  // of a group
+        float of_group[4];
+        unsigned values[4];  // of x, of two steps
+#pragma unroll
+        for (int step = 0; step < grouped::COLUMNS / grouped::STEP; step++) {
+            if (step % 2 == 0) ptx::load_matrices(values, x + step * grouped::STEP * 2);
+            if (step % STEPS == 0)
+#pragma unroll
+                for (int e = 0; e < 4; e++) of_group[e] = 0.0f;
+            unsigned rows[4];
+            grouped::decode<R>(codes[step / 2], step % 2, table, rows);
+            mma<X>(of_group, rows, values[step % 2 * 2], values[step % 2 * 2 + 1]);
+            if (step % STEPS < STEPS - 1) continue;
+            float scales[2];  // of the rows l / 4 and l / 4 + 8
+            Word<X>::unpack(reader.scales().word(step), scales);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[e] += of_group[e] * scales[e / 2];
+        }
     }
 };
 
@@ -425,31 +460,31 @@ struct Stream {
     static constexpr int WIDTH = Weight::WIDTH;
 
     const Weight& weight;
-    unsigned ring;  // of this warp
-    int stages, first_column, steps;
+    unsigned ring, end;  // of this warp
+    int stages, first_step, steps;
     int job, jobs, next;
     const BaseOf& base_of;
-    // Of the next copy, and of the next product.
-    int step, to, from;
-    const char* base;
+    int step;            // of the next copy
+    const char* source;  // of the next copy, unless it begins a job
+    unsigned slot;       // of the next product, then of the next copy
 
     // row_bytes: of a row of x. Nothing is read before `start`.
     __device__ Stream(const Weight& weight, unsigned ring, int stages, int row_bytes,
                       const Team& team, const BaseOf& base_of)
         : weight(weight),
           ring(ring),
+          end(ring + stages * Weight::BYTES),
           stages(stages),
           job(team.number),
           jobs(0),
           next(team.count),
           base_of(base_of),
           step(0),
-          to(0),
-          from(0),
-          base(nullptr) {
+          source(nullptr),
+          slot(ring) {
         const int all = (row_bytes + WIDTH - 1) / WIDTH;
         const int most = (all + team.size - 1) / team.size;
-        first_column = team.part * most * WIDTH;
+        first_step = team.part * most;
         steps = max(0, min(most, all - team.part * most));  // 0: as many warps are not needed
     }
 
@@ -466,28 +501,30 @@ struct Stream {
         for (int s = 0; s < stages; s++) copy();
     }
 
-    // A stage; after the last one an empty group of copies.
-    __device__ void copy() {
+    // A stage to the slot, and on to the next slot; after the last one an empty group of copies.
+    __device__ __forceinline__ void copy() {
         if (job < jobs) {
-            if (step == 0) base = base_of(job);
-            weight.copy(ring + to * Weight::BYTES, base, first_column + step * WIDTH);
+            if (step == 0) source = base_of(job) + first_step * Weight::STRIDE;
+            weight.copy(slot, source, (first_step + step) * WIDTH);
+            source += Weight::STRIDE;
             if (++step == steps) {
                 step = 0;
                 job += next;
             }
         }
         ptx::commit_copies();
-        to = to + 1 == stages ? 0 : to + 1;
+        slot += Weight::BYTES;
+        if (slot == end) slot = ring;
     }
 
-    // Wait for the next stage; with BEFORE = 1, right after `start`, for what this thread copied
-    // before it.
-    template <int BEFORE = 0, int TIMES = 4>
-    __device__ __forceinline__ void wait() const {
-        if constexpr (TIMES > 2) {
-            if (stages != TIMES * Weight::RING) return wait<BEFORE, TIMES - 1>();
-        }
-        ptx::wait_copies<TIMES * Weight::RING - 1 + BEFORE>();
+    // Right after `start`: wait for what this thread copied before it.
+    __device__ void wait_for_earlier() const {
+        if (stages == 4 * Weight::RING)
+            ptx::wait_copies<4 * Weight::RING>();
+        else if (stages == 3 * Weight::RING)
+            ptx::wait_copies<3 * Weight::RING>();
+        else
+            ptx::wait_copies<2 * Weight::RING>();
         __syncwarp();
     }
 
@@ -496,13 +533,29 @@ struct Stream {
     __device__ void multiply(const OwnRows& own, float (&sums)[4]) {
 #pragma unroll
         for (int e = 0; e < 4; e++) sums[e] = 0.0f;
+        if (stages == 4 * Weight::RING)
+            multiply_steps<4 * Weight::RING>(own, sums);
+        else if (stages == 3 * Weight::RING)
+            multiply_steps<3 * Weight::RING>(own, sums);
+        else
+            multiply_steps<2 * Weight::RING>(own, sums);
+        if constexpr (Weight::X_FACTOR != 1.0f)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[e] *= 1.0f / Weight::X_FACTOR;
+    }
+
+   private:
+    // STAGES: of the ring, a constant as waits take one. To choose among waits at each step took 5
+    // % of the kernels' time.
+    template <int STAGES>
+    __device__ __forceinline__ void multiply_steps(const OwnRows& own, float (&sums)[4]) {
 #pragma unroll 1
         for (int s = 0; s < steps; s++) {
-            wait();
-            weight.multiply(ring + from * Weight::BYTES, own, first_column + s * WIDTH, sums);
+            ptx::wait_copies<STAGES - 1>();
+            __syncwarp();
+            weight.multiply(slot, own, (first_step + s) * WIDTH, sums);
             __syncwarp();  // all lanes have read the stage
             copy();
-            from = from + 1 == stages ? 0 : from + 1;
         }
     }
 };

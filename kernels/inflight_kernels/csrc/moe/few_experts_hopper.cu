@@ -27,6 +27,17 @@ struct Memory {
 
 constexpr int PARTIAL_SUMS = 2304;  // floats
 
+// 16 bytes of x in shared memory, times the factor of a weight.
+template <class Weight>
+__device__ void multiply_vector(char* at) {
+    uint4& raw = *reinterpret_cast<uint4*>(at);
+    float values[VECTOR<typename Weight::X>];
+    unpack<typename Weight::X>(raw, values);
+#pragma unroll
+    for (float& value : values) value *= Weight::X_FACTOR;
+    raw = pack<typename Weight::X>(values);
+}
+
 // A layer's gate and up. Weight: with 16 rows of a stage.
 template <class Weight, typename T>
 struct GateUp {
@@ -81,7 +92,8 @@ struct GateUp {
         }
         stream.start(jobs);
         if (is_single && warp == 0) choose_rest(ranking, logit, router, at_start, choice);
-        stream.template wait<1>();  // for x
+        stream.wait_for_earlier();  // for x
+        if constexpr (Weight::X_FACTOR != 1.0f) multiply_x(at.x, num_tokens, pitch);
         __syncthreads();
         hand_on(choice, handed_on);
         const OwnRows own_x =
@@ -155,6 +167,15 @@ struct GateUp {
             }
         }
         ptx::commit_copies();
+    }
+
+    // What this thread has copied of x, times its factor.
+    static __device__ void multiply_x(char* x, int num_tokens, int pitch) {
+#pragma unroll 1
+        for (int token = 0; token < num_tokens; token++)
+#pragma unroll 1
+            for (int column = threadIdx.x * 16; column < pitch; column += THREADS * 16)
+                multiply_vector<Weight>(x + token * pitch + column);
     }
 };
 
@@ -234,10 +255,11 @@ __device__ unsigned largest_of(const T* row, int width, uint4 (&raw)[AT_ONCE]) {
     return __reduce_max_sync(FULL_WARP, max(magnitude(both[0]), magnitude(both[1])));
 }
 
-// Rows of T -> shared memory, as they are or quantised by rows; zeros past their ends. A warp for
-// each row. `scales` has a float for each row.
-template <typename In, typename T>
+// Rows of T -> shared memory, as they are or quantised by rows, times the weight's factor; zeros
+// past their ends. A warp for each row. `scales` has a float for each row.
+template <class Weight, typename T>
 __device__ void load_rows(const T* rows, int count, int width, char* to, int pitch, float* scales) {
+    using In = typename Weight::X;
     constexpr int N = VECTOR<T>, STEP = AT_ONCE * 32 * N;
     const int lane = threadIdx.x % 32, columns = pitch / static_cast<int>(sizeof(In));
 #pragma unroll 1
@@ -252,7 +274,10 @@ __device__ void load_rows(const T* rows, int count, int width, char* to, int pit
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++) {
                     const int column = from + (i * 32 + lane) * N;
-                    if (column < columns) store_vector(target + column, raw[i]);
+                    if (column >= columns) continue;
+                    store_vector(target + column, raw[i]);
+                    if constexpr (Weight::X_FACTOR != 1.0f)
+                        multiply_vector<Weight>(reinterpret_cast<char*>(target + column));
                 }
             }
         } else {
@@ -342,7 +367,7 @@ __global__ void __launch_bounds__(few::THREADS, (few::WeightOf<Type, 8>::BLOCKS)
     // Of this thread's first result, loaded while the product is computed.
     const int results = own_units * num_tokens * ROWS;
     const float added_first = threadIdx.x < results ? added_of(threadIdx.x) : 0.0f;
-    load_rows<X, T>(inner, pairs, width, at.x, pitch, scales);
+    load_rows<Weight, T>(inner, pairs, width, at.x, pitch, scales);
     __syncthreads();
 
 #pragma unroll 1

@@ -2,8 +2,8 @@
 
 csrc/linear/grouped.cuh says how a matrix lies in memory. Its values are code * scale + minimum,
 rounded to bfloat16, as are scales and minimums. Kernels multiply with these, or, where codes are
-multiplied as integers, with values that are not rounded. Scales and minimums of GGUF's K types are
-kept as they are in the file: integers of 8 bits times a unit.
+multiplied before their scales, with values that are not rounded. Scales and minimums of GGUF's K
+types are kept as they are in the file: integers of 8 bits times a unit.
 """
 
 from __future__ import annotations
@@ -11,26 +11,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from inflight_kernels.ops.linear import record_scales
+from inflight_kernels.ops.linear import record_codes, record_scales
 from inflight_kernels.ops.linear.record_scales import Multiples, Units
 from inflight_kernels.runtime.launch import check
 
 RECORD_ROWS, RECORD_COLUMNS = record_scales.ROWS, record_scales.COLUMNS
 """Of a record, as in grouped.cuh."""
 
-_STEP = 16
-INT4, E2M1, TABLE, INT8, INT6 = range(5)
+INT4, E2M1, TABLE, INT8, INT6 = record_codes.KINDS
 """Codes, as in grouped.cuh: integers of 4 bits, floats of 4 bits (OCP Microscaling Formats, 5.3.3),
 indices of 16 values, integers of 8 and of 6 bits."""
 
-_BITS = {INT4: 4, E2M1: 4, TABLE: 4, INT8: 8, INT6: 6}
-
-_GROUPS = dict.fromkeys(_BITS, (128, 32, 16)) | {INT6: (32, 16)}
+_GROUPS = dict.fromkeys(record_codes.BITS, (128, 32, 16)) | {INT6: (32, 16)}
 """Columns with a scale in common, as kernels are compiled for them; others are cut. No file has
 larger ones of 6 bits."""
 
@@ -72,7 +67,7 @@ class GroupedKind:
     @property
     def bits(self) -> int:
         """Of a code."""
-        return _BITS[self.codes]
+        return record_codes.BITS[self.codes]
 
     @property
     def zero(self) -> int:
@@ -108,7 +103,7 @@ _IN_UNITS = (
 KINDS = (
     *(
         GroupedKind(codes, group, minimums)
-        for codes in _BITS
+        for codes in record_codes.BITS
         for group in _GROUPS[codes]
         for minimums in ((False,) if codes in (E2M1, TABLE) else (False, True))
     ),
@@ -151,7 +146,7 @@ class GroupedRows:
         """
         if (self.n, self.k) != (n, k):
             raise ValueError(f"{name} is [{self.n}, {self.k}]; expected [{n}, {k}]")
-        shape = (*_num_records(n, k), self.kind.record_bytes)
+        shape = (*record_codes.num_records(n, k), self.kind.record_bytes)
         check(f"{name}.records", self.records, shape, torch.uint8)
 
     def matrices(self, count: int) -> list[GroupedRows]:
@@ -162,14 +157,14 @@ class GroupedRows:
 
 def can_pack(k: int, group: int) -> bool:
     """Whether kernels take a matrix of k columns with such groups."""
-    return k % 8 == 0 and (group == k or group % _STEP == 0)
+    return k % 8 == 0 and (group == k or group % record_codes.STEP == 0)
 
 
 def empty(
     count: int, n: int, k: int, kind: GroupedKind, device: torch.device, table: Tensor | None = None
 ) -> GroupedRows:
     """Memory for so many matrices [n, k], one below the other; n is a multiple of RECORD_ROWS."""
-    tiles, chunks = _num_records(n, k)
+    tiles, chunks = record_codes.num_records(n, k)
     records = torch.empty(
         count * tiles, chunks, kind.record_bytes, dtype=torch.uint8, device=device
     )
@@ -198,7 +193,7 @@ def pack(
             there are none.
     """
     (n, k), group = codes.shape, codes.shape[1] // scales.shape[1]
-    which = next(kept for kept in (INT4, INT6, INT8) if bits <= _BITS[kept])
+    which = next(kept for kept in (INT4, INT6, INT8) if bits <= record_codes.BITS[kept])
     table, factor, middle = None, 1.0, 1 << max(bits, 4) - 1
     if levels is not None:
         which, table, factor = _table(levels, zero, scales)
@@ -210,14 +205,14 @@ def pack(
         multiples = _multiples(scales, minimums, zero, units, kind, k)
         kind = replace(kind, units=multiples is not None)
     if codes.is_meta:  # torch would import its compiler to compute there, which takes seconds
-        size = (*_num_records(n, k), kind.record_bytes)
+        size = (*record_codes.num_records(n, k), kind.record_bytes)
         records = torch.empty(size, dtype=torch.uint8, device="meta")
         return GroupedRows(records, kind, n, k, table)
     if which == INT8:
         codes = codes - middle  # modulo 256: as signed bytes
     elif which == INT6 and kind.zero:
         codes = codes + (kind.zero - middle)
-    parts = [_packed_codes(codes, which)]
+    parts = [record_codes.packed(codes, which)]
     if multiples is not None:
         parts.append(record_scales.packed(multiples.integers, k, kept))
         parts.append(record_scales.packed(multiples.units, k, RECORD_COLUMNS))
@@ -258,13 +253,14 @@ def without_units(matrix: GroupedRows) -> GroupedRows:
     return GroupedRows(records, kind, matrix.n, matrix.k)
 
 
-def dequantized(matrix: GroupedRows) -> Tensor:
-    """[n, k] bfloat16, the values that kernels multiply with; slow, for tests."""
+def dequantized(matrix: GroupedRows, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[n, k], the values that kernels multiply with, which some do not round to bfloat16; slow, for
+    tests."""
     kind = matrix.kind
-    codes = _unpacked_codes(matrix.records[:, :, : kind.code_bytes].contiguous(), kind.codes)
+    codes = record_codes.unpacked(matrix.records[:, :, : kind.code_bytes].contiguous(), kind.codes)
     factors = _factors(matrix).to(torch.bfloat16).float().repeat_interleave(kind.group, 2)
     values = _values(codes, matrix) * factors[0] + (factors[1] if kind.minimums else 0.0)
-    return values[: matrix.n, : matrix.k].to(torch.bfloat16)
+    return values[: matrix.n, : matrix.k].to(dtype)
 
 
 def _factors(matrix: GroupedRows) -> Tensor:
@@ -295,10 +291,6 @@ def _values(codes: Tensor, matrix: GroupedRows) -> Tensor:
     return values[codes.long()]
 
 
-def _num_records(n: int, k: int) -> tuple[int, int]:
-    return -(-n // RECORD_ROWS), -(-k // RECORD_COLUMNS)
-
-
 def _kept_group(codes: int, group: int) -> int:
     """The largest group that kernels are compiled for of which it is a multiple; the largest of all
     for a group of all columns."""
@@ -317,129 +309,3 @@ def _table(levels: Tensor, zero: int, scales: Tensor) -> tuple[int, Tensor | Non
             return E2M1, None, factor
     raw = values.to(torch.bfloat16).view(torch.uint8).view(16, 2).t().contiguous()
     return TABLE, raw.flatten().to(scales.device), 1.0
-
-
-def _padded(matrix: Tensor, rows: int, columns: int, value: int = 0) -> Tensor:
-    return F.pad(matrix, (0, -matrix.shape[1] % columns, 0, -len(matrix) % rows), value=value)
-
-
-def _in_fragments(codes: Tensor) -> Tensor:
-    """[n, k] -> [tiles, chunks, steps, lanes, pairs, 2]: a lane's codes of a step."""
-    tiles, chunks = _num_records(*codes.shape)
-    # Rows: half, g. Columns: step, half, p, which of a pair.
-    split = codes.view(tiles, 2, 8, chunks, RECORD_COLUMNS // _STEP, 2, 4, 2)
-    ordered = split.permute(0, 3, 4, 2, 6, 5, 1, 7)  # step, g, p, half of columns, half of rows
-    return ordered.reshape(tiles, chunks, RECORD_COLUMNS // _STEP, 32, 4, 2)
-
-
-def _from_fragments(fragments: Tensor) -> Tensor:
-    """The inverse of `_in_fragments`."""
-    tiles, chunks = fragments.shape[:2]
-    split = fragments.view(tiles, chunks, RECORD_COLUMNS // _STEP, 8, 4, 2, 2, 2)
-    ordered = split.permute(0, 6, 3, 1, 2, 5, 4, 7)
-    return ordered.reshape(tiles * RECORD_ROWS, chunks * RECORD_COLUMNS)
-
-
-def _packed_codes(codes: Tensor, which: int) -> Tensor:
-    """[tiles, chunks, bytes]."""
-    fragments = _in_fragments(_padded(codes, RECORD_ROWS, RECORD_COLUMNS))
-    tiles, chunks, steps = fragments.shape[:3]
-    if which == INT6:
-        parts = [_packed_nibbles(fragments & 15), _packed_upper_bits(fragments >> 4)]
-        return torch.cat(parts, 2)
-    if which == INT8:
-        # Bytes 0 and 2 of a word are a pair, and 1 and 3.
-        words = fragments.view(tiles, chunks, steps, 32, 2, 2, 2).transpose(5, 6)
-        by_lane = words.reshape(tiles, chunks, steps // 2, 2, 32, 8).transpose(3, 4)
-        return by_lane.reshape(tiles, chunks, -1)
-    if which == E2M1:
-        halves = _spread_e2m1(fragments)  # [.., which of a pair, bytes]
-        by_lane = halves.reshape(tiles, chunks, steps // 4, 4, 32, 4).transpose(3, 4)
-        return by_lane.reshape(tiles, chunks, -1)
-    return _packed_nibbles(fragments)
-
-
-def _packed_nibbles(fragments: Tensor) -> Tensor:
-    tiles, chunks, steps = fragments.shape[:3]
-    # Pair i is the nibbles i and i + 4 of a word.
-    first = fragments[..., 0::2, :] | fragments[..., 1::2, :] << 4  # bytes of two pairs
-    words = first.transpose(4, 5)  # [.., which of a pair, bytes]
-    by_lane = words.reshape(tiles, chunks, steps // 4, 4, 32, 4).transpose(3, 4)
-    return by_lane.reshape(tiles, chunks, -1)
-
-
-def _unpacked_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `_packed_nibbles`."""
-    tiles, chunks, _ = packed.shape
-    steps = RECORD_COLUMNS // _STEP
-    by_lane = packed.view(tiles, chunks, steps // 4, 32, 4, 4).transpose(3, 4)
-    first = by_lane.reshape(tiles, chunks, steps, 32, 2, 2).transpose(4, 5)
-    return torch.stack([first & 15, first >> 4], 5).flatten(4, 5)
-
-
-def _packed_upper_bits(fragments: Tensor) -> Tensor:
-    """Two bits of each code: a lane's word of two steps, as grouped.cuh says."""
-    tiles, chunks, steps = fragments.shape[:3]
-    split = fragments.view(tiles, chunks, steps // 2, 2, 32, 4, 2)
-    words = torch.zeros_like(split[:, :, :, 0, :, 0, 0], dtype=torch.int32)
-    for step, pair, half in np.ndindex(2, 4, 2):  # in place: an output layer is large
-        bits = split[:, :, :, step, :, pair, half].to(torch.int32)
-        words |= bits.bitwise_left_shift_(_upper_place(step, pair, half))
-    # [.., pair of steps, lane] -> by lane
-    by_lane = words.transpose(2, 3).contiguous()
-    return by_lane.view(torch.uint8).reshape(tiles, chunks, -1)
-
-
-def _unpacked_upper_bits(packed: Tensor) -> Tensor:
-    """The inverse of `_packed_upper_bits`."""
-    tiles, chunks, _ = packed.shape
-    pairs = RECORD_COLUMNS // (2 * _STEP)
-    words = packed.contiguous().view(torch.int32).view(tiles, chunks, 32, pairs).transpose(2, 3)
-    split = torch.empty((*words.shape[:3], 2, 32, 4, 2), dtype=torch.uint8, device=packed.device)
-    for step, pair, half in np.ndindex(2, 4, 2):
-        split[:, :, :, step, :, pair, half] = words >> _upper_place(step, pair, half) & 3
-    return split.view(tiles, chunks, 2 * pairs, 32, 4, 2)
-
-
-def _upper_place(step: int, pair: int, half: int) -> int:
-    """The bit of a word from which on a code has its upper ones."""
-    return (4 * pair + 4 + 2 * step + 16 * half) % 32
-
-
-def _spread_e2m1(fragments: Tensor) -> Tensor:
-    """[..., pairs, 2] -> [..., 2, bytes]: the bits of four codes in each half of a word, as
-    grouped.cuh takes them."""
-    signs, rest = (fragments >> 3).to(torch.int32), (fragments & 7).to(torch.int32)
-    halves = torch.zeros_like(signs[..., 0, :])
-    for pair in range(3):
-        halves |= signs[..., pair, :] << 15 - 3 * pair | rest[..., pair, :] << 6 - 3 * pair
-    last = rest[..., 3, :]
-    halves |= signs[..., 3, :] << 14 | (last >> 2) << 13 | (last & 3) << 10
-    return torch.stack([halves & 255, halves >> 8], -1).to(torch.uint8)
-
-
-def _gathered_e2m1(halves: Tensor) -> Tensor:
-    """The inverse of `_spread_e2m1`."""
-    wide = halves[..., 0].to(torch.int32) | halves[..., 1].to(torch.int32) << 8
-    pairs = [(wide >> 15 - 3 * pair & 1) << 3 | (wide >> 6 - 3 * pair & 7) for pair in range(3)]
-    pairs.append((wide >> 14 & 1) << 3 | (wide >> 13 & 1) << 2 | (wide >> 10 & 3))
-    return torch.stack(pairs, -2).to(torch.uint8)
-
-
-def _unpacked_codes(packed: Tensor, which: int) -> Tensor:
-    """The inverse of `_packed_codes`: [n, k] uint8, of INT8 with signed bytes."""
-    tiles, chunks, _ = packed.shape
-    steps = RECORD_COLUMNS // _STEP
-    if which == INT8:
-        by_lane = packed.view(tiles, chunks, steps // 2, 32, 2, 8).transpose(3, 4)
-        words = by_lane.reshape(tiles, chunks, steps, 32, 2, 2, 2).transpose(5, 6)
-        return _from_fragments(words.reshape(tiles, chunks, steps, 32, 4, 2))
-    if which == E2M1:
-        by_lane = packed.view(tiles, chunks, steps // 4, 32, 4, 4).transpose(3, 4)
-        words = by_lane.reshape(tiles, chunks, steps, 32, 2, 2)  # which of a pair, bytes
-        return _from_fragments(_gathered_e2m1(words))
-    size = RECORD_ROWS * RECORD_COLUMNS // 2
-    codes = _unpacked_nibbles(packed[:, :, :size].contiguous())
-    if which == INT6:
-        codes = codes | _unpacked_upper_bits(packed[:, :, size:].contiguous()) << 4
-    return _from_fragments(codes)

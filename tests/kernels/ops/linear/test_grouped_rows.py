@@ -469,11 +469,14 @@ def test_operands_of_another_shape_are_refused_by_name() -> None:
 
 def lane_words(found: GroupedRows) -> Any:
     """[steps, lanes, words] of the first record, as `grouped::split` takes them. Of 6 bits the
-    second word is that of two steps."""
+    second word is that of two steps; of e2m1 that of the other one of two."""
     kind, per_step = found.kind, 2 if found.kind.codes == INT8 else 1
     raw = found.records[0, 0, : kind.code_bytes].numpy().view(np.uint32)
     vectors = raw.reshape(-1, 32, 4).transpose(0, 2, 1)  # of 16 bytes, of a lane
     split = vectors[: 2 * per_step].reshape(8, per_step, 32).transpose(0, 2, 1)
+    if kind.codes == E2M1:
+        others = split.reshape(4, 2, 32, 1)[:, ::-1].reshape(8, 32, 1)
+        return np.concatenate([split, others], 2)
     if kind.codes != INT6:
         return split
     upper = vectors[2].repeat(2, 0)[..., None]  # [steps, lanes, 1]
@@ -490,9 +493,11 @@ def decoded(kind: int, words: Any, step: int = 0) -> Any:
     if kind == INT8:
         pairs = [words[:, half] >> 8 * which & 0x00FF00FF for half in (0, 1) for which in (0, 1)]
     elif kind == E2M1:
-        word, mask = words[:, 0], np.uint32(0x81C081C0)
-        last = (word << 1 & 0x80008000) | (word >> 4 & 0x00C000C0) | (word >> 5 & 0x01000100)
-        pairs = [word & mask, word << 3 & mask, word << 6 & mask, last]
+        mask, left = np.uint32(0x81C081C0), np.uint32(0x06030603)
+        word, of_both = words[:, 0], words if step % 2 == 0 else words[:, ::-1]
+        fourths = (of_both[:, 0] & left) | (of_both[:, 1] << 2 & ~left)
+        last = rotated(fourths, 4) if step % 2 == 0 else fourths << 6
+        pairs = [one & mask for one in (word, rotated(word, 6), word << 4, last)]
     else:
         pairs = [words[:, 0] >> 4 * i & 0x000F000F for i in range(4)]
     if kind == INT6:
