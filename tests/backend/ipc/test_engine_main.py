@@ -217,10 +217,10 @@ def test_cancel_ends_a_request_and_frees_its_blocks(
 
 
 def test_a_front_is_informed_of_deliveries_for_its_requests(
-    front: Front, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     set_failpoint(monkeypatch, "slow", 20)  # the requests must not end before the deliveries
-    other = Front(model_directory)
+    front, other = Front(model_directory), Front(model_directory)
     path = engine_client.socket_path(model_directory, os.getpid())
     detokenizer = engine_client.attach(path, "detokenizer")
     mine, theirs = (
@@ -233,8 +233,8 @@ def test_a_front_is_informed_of_deliveries_for_its_requests(
     assert front.delivered.get(timeout=PATIENCE_S) == (mine, 7)
     assert other.delivered.get(timeout=PATIENCE_S) == (theirs, 5)
     assert front.delivered.empty()
-    detokenizer.close()
-    other.client.close()
+    for client in (detokenizer, other.client, front.client):
+        client.close()
 
 
 def test_a_draining_engine_refuses_the_new_and_finishes_the_old(
