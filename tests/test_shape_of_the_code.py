@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 60
 MAX_PARAMETERS = 8  # self and cls apart
-MAX_MODULES = 14  # of a folder, __init__ apart
+MAX_MODULES = 14  # of a folder, with its __init__
 
 # Found by their modules, one for each of their kind.
 FULLER = {"backend/inflight/models/families"}

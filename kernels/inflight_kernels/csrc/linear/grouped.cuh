@@ -269,18 +269,22 @@ template <class R>
 struct SharedScales {
     unsigned place;  // address of those of the lane's rows
 
-    // The scales of both rows, of the group with this step.
+    // Of both rows, of the group with this step.
     __device__ __forceinline__ unsigned word(int step) const {
         unsigned words[1];
-        load_shared_words(words, place + step * STEP / R::GROUP * (4 * R::GROUP_WORDS));
+        load_shared_words(words, address(step));
         return words[0];
     }
 
-    // Of the group with this step.
     __device__ __forceinline__ Scales of(int step) const {
         unsigned words[R::GROUP_WORDS];
-        load_shared_words(words, place + step * STEP / R::GROUP * (4 * R::GROUP_WORDS));
+        load_shared_words(words, address(step));
         return Scales(words[0], R::MINIMUMS ? words[R::GROUP_WORDS - 1] : 0);
+    }
+
+   private:
+    __device__ __forceinline__ unsigned address(int step) const {
+        return place + step * STEP / R::GROUP * (4 * R::GROUP_WORDS);
     }
 };
 

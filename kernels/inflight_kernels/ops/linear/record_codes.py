@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -141,8 +142,8 @@ class _Move(NamedTuple):
     mask: int
     shift: int
 
-    def to_word(self, codes: Any) -> Any:
-        """Tensors or arrays of codes -> their bits in the word."""
+    def to_word(self, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of codes, their bits in the word."""
         bits = codes & self.mask
         return bits << self.shift if self.shift >= 0 else bits >> -self.shift
 
@@ -171,7 +172,7 @@ def _e2m1_moves() -> tuple[_Move, ...]:
 @cache
 def _e2m1_words(device: torch.device) -> Tensor:
     """[2048] int64, of each step, pair, and two codes as a byte: their bits in both words."""
-    codes, words = np.arange(256), np.zeros((2, 4, 256), dtype=np.int64)
+    codes, words = np.arange(256, dtype=np.int64), np.zeros((2, 4, 256), dtype=np.int64)
     for move in _e2m1_moves():
         bits = move.to_word(codes >> 4 * move.half)
         words[move.step, move.pair] |= bits << 32 * move.word
