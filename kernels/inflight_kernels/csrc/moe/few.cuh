@@ -32,24 +32,25 @@ struct Choice {
 constexpr int CHOICE_VECTORS = sizeof(Choice) / sizeof(uint4);
 static_assert(CHOICE_VECTORS <= THREADS, "a thread copies one");
 
+static_assert(WARPS == TOKENS, "of a warp or of a token");
+
 struct Scratch {
-    int chosen[TOKENS][MAX_TOP_K];
+    int chosen[TOKENS][MAX_TOP_K];  // experts of a token, or the first ones of a warp
     unsigned masks[MAX_EXPERTS];  // tokens of an expert; then its place in `experts`
 };
 
-// The first experts of one token, all that this warp needs to request its first weights. All warps
-// of a block write the same ones.
+// The first experts of one token, all that this warp needs to request its first weights.
 template <int PER_LANE>
 __device__ void choose_first(Ranking<PER_LANE>& ranking, const RouterParams& router, int count,
-                             Choice& to) {
+                             int* experts) {
     const int lane = threadIdx.x % 32;
     ranking.choose(0, min(count, router.top_k));
     const bool is_shared = lane >= router.top_k && lane < router.all_top_k();
-    if (lane < count || is_shared) to.experts[lane] = ranking.expert(router);
+    if (lane < count || is_shared) experts[lane] = ranking.expert(router);
     __syncwarp();
 }
 
-// The others, by the warp that called choose_first with `count`.
+// All of them, by a warp that called choose_first with `count`.
 template <int PER_LANE, class Logit>
 __device__ void choose_rest(Ranking<PER_LANE>& ranking, const Logit& logit,
                             const RouterParams& router, int count, Choice& to) {

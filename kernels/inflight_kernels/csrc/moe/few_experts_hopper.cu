@@ -67,15 +67,17 @@ struct GateUp {
         const auto jobs_of = [&](int experts) {
             return (experts * units.number - block + blocks - 1) / blocks;
         };
+        // One token's experts are in the order of their ranks: the first ones are enough to begin.
+        const bool is_single = num_tokens == 1;
+        int* const first_experts = at.scratch.chosen[warp];
+        const int* experts = is_single ? first_experts : choice.experts;
         const auto first_row = [&](int own) {
             const int job = block + own * blocks;
-            return choice.experts[units.quotient(job)] * 2 * width + units.remainder(job) * 16;
+            return experts[units.quotient(job)] * 2 * width + units.remainder(job) * 16;
         };
         const auto base_of = [&](int own) { return weight.address(first_row(own)); };
         const Team team(team_size, warp);
         Stream<Weight, decltype(base_of)> stream(weight, at.ring, stages, row_bytes, team, base_of);
-        // One token's experts are in the order of their ranks: the first ones are enough to begin.
-        const bool is_single = num_tokens == 1;
         int jobs = jobs_of(top_k);
         const int last = stream.last_at_start(jobs);
         const int at_start = last < 0 ? 0 : units.quotient(block + last * blocks) + 1;
@@ -85,7 +87,7 @@ struct GateUp {
         copy_x(x, at.x, num_tokens, row_bytes, pitch);
         Ranking<PER_LANE> ranking(logit, router, at.ranks);
         if (is_single) {
-            choose_first(ranking, router, at_start, choice);
+            choose_first(ranking, router, at_start, first_experts);
         } else {
             choose_all(ranking, logit, router, num_tokens, choice, at.scratch);
             jobs = jobs_of(choice.count);
@@ -95,6 +97,7 @@ struct GateUp {
         stream.wait_for_earlier();  // for x
         if constexpr (Weight::X_FACTOR != 1.0f) multiply_x(at.x, num_tokens, pitch);
         __syncthreads();
+        experts = choice.experts;
         hand_on(choice, handed_on);
         const OwnRows own_x =
             Weight::own_rows(g < num_tokens ? shared_address(at.x + g * pitch) : 0);
