@@ -17,6 +17,11 @@ L2Sector = Literal[128, 256]
 # cuda.core exports the options of a tensor map but not their enumerations, which are taken from the
 # defaults.
 SWIZZLE_128B = type(TensorMapDescriptorOptions.swizzle).SWIZZLE_128B
+_SWIZZLES = {
+    32: type(TensorMapDescriptorOptions.swizzle).SWIZZLE_32B,
+    64: type(TensorMapDescriptorOptions.swizzle).SWIZZLE_64B,
+    128: SWIZZLE_128B,
+}
 _NO_SWIZZLE = type(TensorMapDescriptorOptions.swizzle).NONE
 _L2Promotion = type(TensorMapDescriptorOptions.l2_promotion)
 L2_PROMOTIONS: dict[L2Sector, Any] = {128: _L2Promotion.L2_128B, 256: _L2Promotion.L2_256B}
@@ -28,13 +33,15 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
     Args:
         matrix: [rows, columns] of 8- or 16-bit values on a GPU; each row contiguous, rows may be
             strided.
-        box: rows and columns per copy. 128 bytes of columns are swizzled in chunks of 16.
+        box: rows and columns per copy. The columns, of 32, 64 or 128 bytes, are swizzled in chunks
+            of 16 bytes.
         l2_sector: bytes that a read promotes to the L2 cache.
     """
     rows, columns = matrix.shape
     size = matrix.itemsize
     strides = size * matrix.stride(0), size
-    return strided_map(matrix.data_ptr(), (rows, columns), strides, box, l2_sector, SWIZZLE_128B)
+    swizzle = _SWIZZLES[size * box[1]]
+    return strided_map(matrix.data_ptr(), (rows, columns), strides, box, l2_sector, swizzle)
 
 
 def box_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> object:

@@ -88,14 +88,6 @@ __device__ __forceinline__ unsigned long long smem_descriptor(unsigned address, 
     return static_cast<unsigned long long>(SWIZZLE_128 | ROWS_APART >> 4) << 32 | low;
 }
 
-// Stores four 8x8 matrices of 16-bit elements to shared memory; the inverse of ptx::load_matrices.
-__device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c,
-                                               unsigned d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-
 // Offset of a 16-byte chunk of a row in such an atom.
 __device__ __forceinline__ int swizzle(int row, int chunk) {
     return row * 128 + ((chunk ^ row) << 4);

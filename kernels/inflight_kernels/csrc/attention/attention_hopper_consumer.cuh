@@ -161,8 +161,8 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
             const float factor = inverse[i / 2 % 2];
             return ptx::pack<T>(sums[n * 4 + i] * factor, sums[n * 4 + i + 1] * factor);
         };
-        hopper::store_matrices(target + S::place(lane % 16, n + lane / 16), pair(0), pair(2),
-                               pair(4), pair(6));
+        ptx::store_matrices(target + S::place(lane % 16, n + lane / 16), pair(0), pair(2), pair(4),
+                            pair(6));
     }
     __syncwarp();
     constexpr int ROWS_AT_ONCE = 32 / S::CHUNKS;

@@ -166,6 +166,14 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&out)[4], uns
                  : "memory");
 }
 
+// Stores four such matrices, which the lanes have and address likewise. Hopper only.
+__device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c,
+                                               unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
 // Transposes an 8x8 matrix of 16-bit elements, distributed over the lanes as by load_matrices.
 __device__ __forceinline__ unsigned transposed(unsigned word) {
     unsigned out;

@@ -5,12 +5,12 @@
 // it to both. In a block, a producer warp keeps a ring of stages in shared memory full, across the
 // ends of tiles, and two consumer warpgroups multiply from it, 64 tokens each. Clusters iterate
 // over tiles, a few tiles of tokens at a time, so that concurrent reads hit the L2 cache.
-#include "linear/gemm_hopper.cuh"
+#include "linear/gemm_results.cuh"
 
 namespace gemm {
 
 constexpr int GROUPS = 2;            // consumer warpgroups
-constexpr int TOKENS = GROUPS * 64;  // of a tile
+constexpr int TOKENS = GROUPS * GROUP_TOKENS;  // of a tile
 constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are iterated over together
 
 // Registers per producer and consumer thread, of 65536 per multiprocessor.
@@ -42,17 +42,9 @@ __device__ inline void transpose(unsigned (&words)[4]) {
     }
 }
 
-template <typename T>
-__device__ void add_pair(float& a, float& b, unsigned word) {
-    float both[2];
-    Word<T>::unpack(word, both);
-    a += both[0];
-    b += both[1];
-}
-
 // Add the residual unless it is null, and store columns [column, column + 8 * PARTS) of this
 // thread's tokens `token` and `token` + 8; `width` is a multiple of 8.
-template <typename T, typename Out, int PARTS>
+template <typename T, int PARTS, typename Out>
 __device__ void store(float (&acc)[4 * PARTS], int token, int column, int m, int width,
                       const T* residual, Out* out) {
     const int q = threadIdx.x % 4;
@@ -148,13 +140,46 @@ __device__ void apply_scales(float* acc, const float (&token_scale)[2], const fl
     }
 }
 
-// See gemm. In: type of x and weight. The scales are null unless SCALED.
-template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED,
+// As multiply_steps, of 8-bit values, from the first step on: sums that tensor cores accumulate are
+// added to `sums` before they lose precision.
+template <typename In, int N, int STAGE, int STAGES, class Release>
+__device__ __forceinline__ void multiply_promoted(float (&sums)[N / 2], unsigned long long a,
+                                                  unsigned long long b, Barrier* full, int& slot,
+                                                  int& parity, int steps, const Release& release) {
+    Sum<In> acc[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) acc[i] = 0;
+    fence_operand(acc);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sums[i] = 0.0f;
+    for (int step = 0; step < steps; step += PROMOTED_STAGES) {
+        multiply_steps<In, N, STAGE, STAGES>(acc, a, b, full, slot, parity, step,
+                                             min(step + PROMOTED_STAGES, steps), release);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) sums[i] += static_cast<float>(acc[i]);
+    }
+}
+
+// Where results go to: by the warpgroups that have them.
+template <typename T, typename Out>
+struct Direct {
+    const T* residual;  // or null
+    Out* out;
+};
+
+// By way of Results.
+struct Staged {
+    const TensorMap& residual;
+    bool has_residual;
+    const TensorMap& out;
+};
+
+// See gemm. In: type of x and weight. The scales are null unless SCALED. Target: Direct or Staged.
+template <typename In, typename T, class Target, int ROWS, int STAGES, bool GATED,
           bool SHARE_WEIGHT>
 __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& weight,
                                          const float* token_scales, const float* row_scales,
-                                         const T* bias, const T* residual, Out* out, int m, int n,
-                                         int k) {
+                                         const T* bias, const Target& target, int m, int n, int k) {
     constexpr bool SCALED = sizeof(In) == 1;
     constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
@@ -164,8 +189,13 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
 
     extern __shared__ char memory[];
     In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
-    Barrier* const full = reinterpret_cast<Barrier*>(ring + STAGES * STAGE);
+    constexpr bool STAGED = SAME<Target, Staged>;
+    using Staging = Results<T, COLUMNS>;
+    char* const staged = reinterpret_cast<char*>(ring + STAGES * STAGE);
+    Barrier* const full =
+        reinterpret_cast<Barrier*>(staged + (STAGED ? GROUPS * Staging::BYTES : 0));
     Barrier* const empty = full + STAGES;
+    const auto results_of = [&](int group) { return Staging(staged, empty + STAGES, group); };
 
     pdl_launch_dependents();
     const int rank = rank_in_cluster();
@@ -176,6 +206,8 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             init_barrier(full + s, 1);
             init_barrier(empty + s, 2 * GROUPS * 4);
         }
+        if constexpr (STAGED)
+            for (int group = 0; group < GROUPS; group++) results_of(group).init();
         fence_barrier_init();
     }
     cluster_sync();
@@ -187,34 +219,55 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
     const int row_tiles = (width + CLUSTER_COLUMNS - 1) / CLUSTER_COLUMNS;
     const int tiles = token_tiles * row_tiles;
     const int first_tile = blockIdx.x / 2, clusters = gridDim.x / 2;
+    // Of this block's part of a cluster's tile, in tokens and in columns of the results.
+    const auto token_of = [&](const Place& place) {
+        return (SHARE_WEIGHT ? 2 * place.tokens + rank : place.tokens) * TOKENS;
+    };
+    const auto column_of = [&](const Place& place) {
+        return (SHARE_WEIGHT ? place.rows : 2 * place.rows + rank) * COLUMNS;
+    };
 
     if (warp >= GROUPS * 4) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if constexpr (STAGED) {
+            const int group = warp - GROUPS * 4 - 1;
+            if (group >= 0 && group < GROUPS && lane == 0) {
+                const Staging results = results_of(group);
+                pdl_wait();
+                int parity = 0;
+                for (int tile = first_tile; tile < tiles; tile += clusters, parity ^= 1) {
+                    const Place place = find(tile, token_tiles, row_tiles);
+                    const int token = token_of(place) + group * GROUP_TOKENS;
+                    results.prepare(target.residual, target.has_residual, token, column_of(place));
+                    results.store(target.out, token, column_of(place), parity);
+                }
+                Staging::finish();
+            }
+        }
         if (warp == GROUPS * 4 && lane == 0) {
             prefetch_tensor_map(&weight);
             prefetch_tensor_map(&x);
             const auto copy_weight = [&](int slot, const Place& place, int step) {
-                In* const target = ring + slot * STAGE + TOKENS * DEPTH;
+                In* const to = ring + slot * STAGE + TOKENS * DEPTH;
                 const int next = GATED ? width : HALF;  // from one box to the next
                 if (SHARE_WEIGHT) {
-                    tma_load_multicast(target + rank * HALF * DEPTH, &weight,
-                                     place.rows * COLUMNS + rank * next, step * DEPTH, full + slot);
+                    tma_load_multicast(to + rank * HALF * DEPTH, &weight,
+                                       place.rows * COLUMNS + rank * next, step * DEPTH,
+                                       full + slot);
                 } else {
-                    const int row = (2 * place.rows + rank) * COLUMNS;
-                    tma_load(target, &weight, row, step * DEPTH, full + slot);
-                    tma_load(target + HALF * DEPTH, &weight, row + next, step * DEPTH,
-                             full + slot);
+                    const int row = column_of(place);
+                    tma_load(to, &weight, row, step * DEPTH, full + slot);
+                    tma_load(to + HALF * DEPTH, &weight, row + next, step * DEPTH, full + slot);
                 }
             };
             const auto copy_x = [&](int slot, const Place& place, int step) {
-                In* const target = ring + slot * STAGE;
+                In* const to = ring + slot * STAGE;
                 if (SHARE_WEIGHT)
-                    tma_load(target, &x, (2 * place.tokens + rank) * TOKENS, step * DEPTH,
-                             full + slot);
+                    tma_load(to, &x, token_of(place), step * DEPTH, full + slot);
                 else
-                    tma_load_multicast(target + rank * (TOKENS / 2) * DEPTH, &x,
-                                     place.tokens * TOKENS + rank * (TOKENS / 2),
-                                     step * DEPTH, full + slot);
+                    tma_load_multicast(to + rank * (TOKENS / 2) * DEPTH, &x,
+                                       place.tokens * TOKENS + rank * (TOKENS / 2), step * DEPTH,
+                                       full + slot);
             };
             // No kernel writes weights: they may be fetched before the preceding kernel has ended.
             const Place first = find(first_tile, token_tiles, row_tiles);
@@ -257,12 +310,10 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
         const auto release = [&](int slot) {
             if (lane < 2) arrive_at(empty + slot, lane);
         };
-        int slot = 0, parity = 0;
-        for (int tile = first_tile; tile < tiles; tile += clusters) {
+        int slot = 0, parity = 0, results_parity = 0;
+        for (int tile = first_tile; tile < tiles; tile += clusters, results_parity ^= 1) {
             const Place place = find(tile, token_tiles, row_tiles);
-            const int token = (SHARE_WEIGHT ? 2 * place.tokens + rank : place.tokens) * TOKENS +
-                              warp * 16 + lane / 4;
-            const int column = (SHARE_WEIGHT ? place.rows : 2 * place.rows + rank) * COLUMNS;
+            const int token = token_of(place) + warp * 16 + lane / 4, column = column_of(place);
             float token_scale[2] = {};
             if constexpr (SCALED) {
 #pragma unroll
@@ -275,30 +326,13 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                     if (GATED) prefetch_l2(row_scales + width + row);
                 }
             }
-            Sum<In> acc[ROWS / 2];
-            float promoted[SCALED ? ROWS / 2 : 1] = {};
-            float(*found)[ROWS / 2];  // either of them
-            // The product of a range of columns -> acc.
-            const auto multiply = [&](int first_step, int last_step) {
-                multiply_steps<In, ROWS, STAGE, STAGES>(acc, tokens, rows, full, slot, parity,
-                                                        first_step, last_step, release);
-            };
-            if constexpr (SCALED) {
-#pragma unroll
-                for (int i = 0; i < ROWS / 2; i++) acc[i] = 0;
-                fence_operand(acc);
-                for (int step = 0; step < steps; step += PROMOTED_STAGES) {
-                    multiply(step, min(step + PROMOTED_STAGES, steps));
-#pragma unroll
-                    for (int i = 0; i < ROWS / 2; i++)
-                        promoted[i] += static_cast<float>(acc[i]);
-                }
-                found = &promoted;
-            } else {
-                multiply(0, steps);
-                found = &acc;
-            }
-            float(&sums)[ROWS / 2] = *found;
+            float sums[ROWS / 2];
+            if constexpr (SCALED)
+                multiply_promoted<In, ROWS, STAGE, STAGES>(sums, tokens, rows, full, slot, parity,
+                                                           steps, release);
+            else
+                multiply_steps<In, ROWS, STAGE, STAGES>(sums, tokens, rows, full, slot, parity, 0,
+                                                        steps, release);
 
             if constexpr (SCALED) {
                 constexpr int EACH = GATED ? PARTS / 2 : PARTS;
@@ -307,6 +341,13 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                     apply_scales<EACH>(sums + ROWS / 4, token_scale, row_scales + width, column,
                                        width);
             }
+            const auto finish = [&](float (&results)[COLUMNS / 2]) {
+                if constexpr (STAGED)
+                    results_of(group).write(results, target.has_residual, results_parity);
+                else
+                    store<T, COLUMNS / 8>(results, token, column, m, width, target.residual,
+                                          target.out);
+            };
             if constexpr (GATED) {
                 if (bias) {
                     add_bias<T, PARTS / 2>(sums, bias, column, width);
@@ -316,10 +357,10 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
 #pragma unroll
                 for (int i = 0; i < ROWS / 4; i++)
                     product[i] = silu_mul(sums[i], sums[i + ROWS / 4]);
-                store<T, Out, PARTS / 2>(product, token, column, m, width, residual, out);
+                finish(product);
             } else {
                 if (bias) add_bias<T, PARTS>(sums, bias, column, width);
-                store<T, Out, PARTS>(sums, token, column, m, width, residual, out);
+                finish(sums);
             }
         }
     }
@@ -336,19 +377,24 @@ template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool SHARE
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
          const T* bias, const T* residual, Out* out, int m, int n, int k) {
-    mainloop<T, T, Out, ROWS, STAGES, GATED, SHARE_WEIGHT>(x, weight, nullptr, nullptr, bias,
-                                                           residual, out, m, n, k);
+    const Direct<T, Out> target = {residual, out};
+    mainloop<T, T, Direct<T, Out>, ROWS, STAGES, GATED, SHARE_WEIGHT>(x, weight, nullptr, nullptr,
+                                                                      bias, target, m, n, k);
 }
 
 // The same of 8-bit values In, with scales of x's rows [m] and of the weight's [n]; k is a multiple
-// of 16.
+// of 16. Results go to memory while the next tile is multiplied. Boxes of maps of residual and out:
+// those of Results; without a residual its map is not used. Dynamic shared memory: also the results
+// of a tile and two barriers for each warpgroup.
 template <typename In, typename T, int ROWS, int STAGES, bool GATED, bool SHARE_WEIGHT>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
     scaled_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                 const float* token_scales, const float* row_scales, const T* bias,
-                const T* residual, T* out, int m, int n, int k) {
-    mainloop<In, T, T, ROWS, STAGES, GATED, SHARE_WEIGHT>(x, weight, token_scales, row_scales, bias,
-                                                          residual, out, m, n, k);
+                const __grid_constant__ TensorMap residual, int has_residual,
+                const __grid_constant__ TensorMap out, int m, int n, int k) {
+    const Staged target = {residual, has_residual != 0, out};
+    mainloop<In, T, Staged, ROWS, STAGES, GATED, SHARE_WEIGHT>(x, weight, token_scales, row_scales,
+                                                               bias, target, m, n, k);
 }
 
 }  // namespace gemm

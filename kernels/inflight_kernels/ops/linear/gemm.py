@@ -30,7 +30,8 @@ MIN_TOKENS = 65
 
 # As in gemm_hopper.cu.
 _TOKENS = 128
-_THREADS = 3 * 128
+_GROUPS = 2
+_THREADS = (_GROUPS + 1) * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,31 @@ class Shape:
         """Shared memory of a pipeline stage, with its barriers."""
         return (_TOKENS + self.rows) * STAGE_DEPTH_BYTES + 16
 
-    @property
-    def stages(self) -> int:
-        """Pipeline stages in shared memory: as many as fit."""
-        return (MAX_SHARED_BYTES - 1024) // self.step_bytes
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return 1024 + self.stages * self.step_bytes
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shared memory of a block.
+
+    Attributes:
+        stages: of the pipeline: as many as fit.
+        num_bytes: of all.
+        box: tokens and columns of a copy of results; None if they are not staged.
+    """
+
+    stages: int
+    num_bytes: int
+    box: tuple[int, int] | None
+
+
+def layout(shape: Shape, gated: bool, scaled: bool) -> Layout:
+    """Shared memory of a block with tiles of `shape`; see `plan`."""
+    columns = shape.rows // 2 if gated else shape.rows
+    other = 1024
+    if scaled:
+        other += _GROUPS * (_TOKENS // _GROUPS * columns * 2 + 16)
+    stages = (MAX_SHARED_BYTES - other) // shape.step_bytes
+    box = (_TOKENS // _GROUPS, 32 if columns % 32 == 0 else 16) if scaled else None
+    return Layout(stages, other + stages * shape.step_bytes, box)
 
 
 # Shapes that the kernel is compiled for.
@@ -199,6 +216,7 @@ def linear(
         raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
     cut = plan(m, n, gated, num_multiprocessors(), bool(scales))
     shape = cut.shape
+    sizes = layout(shape, gated, bool(scales))
     if scales:
         name = _scaled_name(shape, value_type, storage, gated)
     else:
@@ -210,24 +228,35 @@ def linear(
         matrix_map(values_of(weight), (shape.rows // 2, depth), 256),
         *scales,
         0 if bias is None else bias,
-        0 if residual is None else residual,
-        out,
+        *_results(residual, out, sizes.box),
         m,
         n,
         k,
-        shared=shape.shared_bytes,
+        shared=sizes.num_bytes,
         pdl=pdl,
     )
 
 
+def _results(
+    residual: Tensor | None, out: Tensor, box: tuple[int, int] | None
+) -> tuple[object, ...]:
+    """The kernel's arguments for where results go."""
+    if box is None:
+        return 0 if residual is None else residual, out
+    added = matrix_map(out if residual is None else residual, box, 128)
+    return added, int(residual is not None), matrix_map(out, box, 128)
+
+
 def _name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
     flags = ", ".join(str(flag).lower() for flag in (gated, shape.share_weight))
-    return f"gemm::gemm<{storage}, {out_type}, {shape.rows}, {shape.stages}, {flags}>"
+    stages = layout(shape, gated, scaled=False).stages
+    return f"gemm::gemm<{storage}, {out_type}, {shape.rows}, {stages}, {flags}>"
 
 
 def _scaled_name(shape: Shape, value_type: str, storage: str, gated: bool) -> str:
     flags = ", ".join(str(flag).lower() for flag in (gated, shape.share_weight))
-    return f"gemm::scaled_gemm<{value_type}, {storage}, {shape.rows}, {shape.stages}, {flags}>"
+    stages = layout(shape, gated, scaled=True).stages
+    return f"gemm::scaled_gemm<{value_type}, {storage}, {shape.rows}, {stages}, {flags}>"
 
 
 def instantiations() -> list[Instantiation]:

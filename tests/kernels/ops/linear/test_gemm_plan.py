@@ -88,12 +88,36 @@ def test_utilization_is_a_fraction(m: int) -> None:
         assert 0 < utilization(m, n, gated, HOPPER) <= 1
 
 
-@pytest.mark.parametrize("shape", gemm._GATED + gemm._PLAIN + gemm._SCALED, ids=str)
-def test_a_shape_suits_the_hardware(shape: gemm.Shape) -> None:
-    assert shape.shared_bytes <= operands.MAX_SHARED_BYTES
-    assert shape.stages >= 4, "too few steps to hide the latency of memory"
+KERNELS = [
+    *((shape, True, False) for shape in gemm._GATED),
+    *((shape, False, False) for shape in gemm._PLAIN),
+    *((shape, gated, True) for shape in gemm._SCALED for gated in (False, True)),
+]
+
+
+@pytest.mark.parametrize(("shape", "gated", "scaled"), KERNELS, ids=str)
+def test_a_shape_suits_the_hardware(shape: gemm.Shape, gated: bool, scaled: bool) -> None:
+    layout = gemm.layout(shape, gated, scaled)
+    assert layout.num_bytes <= operands.MAX_SHARED_BYTES
+    assert layout.stages >= 4, "too few steps to hide the latency of memory"
     assert shape.rows % 16 == 0, "half of the rows, a box, is whole units of 8 rows, swizzled"
     assert re.search(rf"PRODUCT_MULTIPLY\({shape.rows},", HEADER), "no such instruction"
+
+
+@pytest.mark.parametrize(("shape", "gated", "scaled"), KERNELS, ids=str)
+def test_results_have_room_beside_the_stages(shape: Shape, gated: bool, scaled: bool) -> None:
+    """Those of a tile, in 16 bits, and copied as whole boxes, unless they go to memory directly."""
+    layout = gemm.layout(shape, gated, scaled)
+    stages = layout.stages * shape.step_bytes
+    if not scaled:
+        assert layout.box is None and layout.num_bytes == stages + 1024
+        return
+    columns = shape.rows // 2 if gated else shape.rows
+    assert layout.box is not None
+    tokens, width = layout.box
+    assert gemm._TOKENS % tokens == columns % width == 0
+    assert width * 2 in (32, 64), "bytes of a swizzled row"
+    assert layout.num_bytes >= stages + 1024 + gemm._TOKENS * columns * 2
 
 
 @pytest.mark.parametrize("layer", LAYERS)
