@@ -27,15 +27,15 @@ struct Memory {
 
 constexpr int PARTIAL_SUMS = 2304;  // floats
 
-// 16 bytes of x in shared memory, times the factor of a weight.
+// A vector of x, times the factor of a weight.
 template <class Weight>
-__device__ void multiply_vector(char* at) {
-    uint4& raw = *reinterpret_cast<uint4*>(at);
+__device__ uint4 multiplied(const uint4& raw) {
+    if constexpr (Weight::X_FACTOR == 1.0f) return raw;
     float values[VECTOR<typename Weight::X>];
     unpack<typename Weight::X>(raw, values);
 #pragma unroll
     for (float& value : values) value *= Weight::X_FACTOR;
-    raw = pack<typename Weight::X>(values);
+    return pack<typename Weight::X>(values);
 }
 
 // A layer's gate and up. Weight: with 16 rows of a stage.
@@ -177,8 +177,10 @@ struct GateUp {
 #pragma unroll 1
         for (int token = 0; token < num_tokens; token++)
 #pragma unroll 1
-            for (int column = threadIdx.x * 16; column < pitch; column += THREADS * 16)
-                multiply_vector<Weight>(x + token * pitch + column);
+            for (int column = threadIdx.x * 16; column < pitch; column += THREADS * 16) {
+                uint4& raw = *reinterpret_cast<uint4*>(x + token * pitch + column);
+                raw = multiplied<Weight>(raw);
+            }
     }
 };
 
@@ -277,10 +279,7 @@ __device__ void load_rows(const T* rows, int count, int width, char* to, int pit
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++) {
                     const int column = from + (i * 32 + lane) * N;
-                    if (column >= columns) continue;
-                    store_vector(target + column, raw[i]);
-                    if constexpr (Weight::X_FACTOR != 1.0f)
-                        multiply_vector<Weight>(reinterpret_cast<char*>(target + column));
+                    if (column < columns) store_vector(target + column, multiplied<Weight>(raw[i]));
                 }
             }
         } else {

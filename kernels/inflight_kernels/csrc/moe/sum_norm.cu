@@ -11,6 +11,7 @@ struct SummedExperts {
     ExpertRows<T> experts;
     Parts& parts;
 
+    __device__ int row() const { return blockIdx.x; }
     __device__ void begin() const { experts.find(parts); }
     __device__ Loaded load(long long place, int column) const {
         Loaded sum = {};
