@@ -10,6 +10,7 @@ from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
     STORAGE_TYPES,
     check,
+    fewest_vectors,
     kernel,
     name_of,
     vectors_in,
@@ -66,8 +67,8 @@ def rms_norm(
             check(which, tensor, (num_rows, hidden), sum_type)
     if total is not None and num_rows and _same_memory(total, outputs[0]):
         raise ValueError("total and out must not share memory")
-    vectors = vectors_in("hidden", hidden, x.dtype)
-    per_thread, threads = block_of(vectors, hidden, sum_type)
+    fewest = fewest_vectors(num_rows) if residual is None else 1
+    per_thread, threads = block_of(vectors_in("hidden", hidden, x.dtype), hidden, sum_type, fewest)
     if not num_rows:
         return
     name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
@@ -115,10 +116,20 @@ def _scaled_name(value_type: str, name: str, spreads: str) -> str:
     return f"scaled_{name.replace('<', f'<{value_type}, ', 1)[:-1]}{spreads}>"
 
 
-def block_of(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
-    """(vectors per thread, threads) for a row, with as many threads as are useful."""
+def block_of(vectors: int, hidden: int, sum_type: torch.dtype, fewest: int = 1) -> tuple[int, int]:
+    """(vectors per thread, threads) for a row, with as many threads as are useful.
+
+    Args:
+        vectors: in a row.
+        hidden: values in a row.
+        sum_type: of the residual.
+        fewest: vectors of a thread, at least: 1 or 2. Results do not depend on it.
+
+    Raises:
+        ValueError: a row of more than MAX_HIDDEN_BYTES.
+    """
     if hidden * sum_type.itemsize <= MAX_HIDDEN_BYTES:
-        for per_thread in _VECTORS_PER_THREAD:
+        for per_thread in _VECTORS_PER_THREAD[fewest - 1 :]:
             threads = -(-vectors // (32 * per_thread)) * 32
             if threads <= _MAX_THREADS:
                 return per_thread, threads

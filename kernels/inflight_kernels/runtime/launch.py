@@ -249,6 +249,18 @@ def check_memory(name: str, tensor: Tensor, vectors: bool = True) -> None:
         )
 
 
+_MANY_ROWS = 1024
+
+
+def fewest_vectors(num_rows: int) -> int:
+    """Vectors of a thread, at least, if each block has a row and reads it once.
+
+    Few rows wait for latencies, which as many threads as possible hide; many rows wait at barriers,
+    which take less time in small blocks.
+    """
+    return 1 if num_rows < _MANY_ROWS else 2
+
+
 def vectors_in(name: str, num_values: int, dtype: torch.dtype) -> int:
     """Number of 16-byte vectors in a row of num_values.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.torch_ops import transformer
 
@@ -21,7 +22,7 @@ def _random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [8, 64, 576, 2048, 4096, 4104, 5120, 8192, 14336, 16384])
-@pytest.mark.parametrize("rows", [1, 3, 257])
+@pytest.mark.parametrize("rows", [1, 3, 257, 1100])
 def test_a_norm_is_that_of_the_reference(dtype: torch.dtype, hidden: int, rows: int) -> None:
     x = _random(rows, hidden, dtype=dtype, scale=3.0)
     weight = _random(hidden, dtype=torch.float32)
@@ -29,6 +30,30 @@ def test_a_norm_is_that_of_the_reference(dtype: torch.dtype, hidden: int, rows: 
     rms_norm(x, weight, EPS, out=out.tensor)
     expected, _ = transformer.rms_norm(x.double(), weight.double(), EPS)
     assert relative_error(out.check(), expected) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("hidden", [8, 64, 576, 3584, 4096, 4104, 8192, 16384])
+@pytest.mark.parametrize("values", [None, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_row_is_normed_alone_as_among_many(hidden: int, values: torch.dtype | None) -> None:
+    """By other numbers of threads, which add the same sums in the same order."""
+    if values is not None and hidden % 16:
+        hidden += 8
+    x = _random(2048, hidden, dtype=torch.bfloat16, scale=3.0)
+    weight = _random(hidden, dtype=torch.float32)
+
+    def normed(rows: torch.Tensor) -> list[torch.Tensor]:
+        if values is None:
+            out = torch.empty_like(rows)
+            rms_norm(rows, weight, EPS, out=out)
+            return [out]
+        scaled = ScaledRows.empty(*rows.shape, "cuda", values)
+        rms_norm(rows, weight, EPS, out=scaled)
+        return [scaled.values.view(torch.uint8), scaled.scales]
+
+    many = normed(x)
+    for first, last in ((0, 1), (5, 8), (1000, 1200), (2047, 2048)):
+        for got, expected in zip(normed(x[first:last]), many, strict=True):
+            assert torch.equal(got, expected[first:last])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

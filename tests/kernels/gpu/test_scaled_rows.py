@@ -48,7 +48,7 @@ def _check(out: ScaledRows, exact: torch.Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", [1, 3, 257])
+@pytest.mark.parametrize("rows", [1, 3, 257, 1100])
 def test_rows_are_quantised_by_their_largest_magnitude(rows: int, width: int) -> None:
     x = _random(rows, width) * torch.logspace(-6, 3, rows, device="cuda", dtype=DTYPE)[:, None]
     out = ScaledRows.empty(rows, width, "cuda", VALUES)

@@ -250,11 +250,15 @@ def test_operands_of_the_residual_stream_are_checked(
     [(count, torch.bfloat16) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048, 4096)]
     + [(count, torch.float32) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048)],
 )
-def test_a_norms_block_covers_its_row_once(vectors: int, sum_type: torch.dtype) -> None:
-    per_thread, threads = block_of(vectors, vectors * 8, sum_type)
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_a_norms_block_covers_its_row_once(
+    vectors: int, sum_type: torch.dtype, fewest: int
+) -> None:
+    per_thread, threads = block_of(vectors, vectors * 8, sum_type, fewest)
     assert threads % 32 == 0 and threads <= 512
     assert per_thread * threads >= vectors
-    assert per_thread == 1 or per_thread // 2 * 512 < vectors
+    assert per_thread == fewest or per_thread // 2 * 512 < vectors
+    assert per_thread * threads // 32 <= 128, "sums of 32 vectors, as norm_row.cuh has room for"
     assert per_thread <= (8 if sum_type == torch.bfloat16 else 4)  # as it is compiled
 
 

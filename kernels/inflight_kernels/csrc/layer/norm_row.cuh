@@ -10,6 +10,9 @@ struct StoredRows {
     using Loaded = uint4;
     const T* x;
 
+    // Of this block. The last rows are first: they are still in the L2 cache, if the preceding
+    // product has written them last.
+    __device__ int row() const { return gridDim.x - 1 - blockIdx.x; }
     // By all threads of the block of a row, after pdl_wait.
     __device__ void begin() const {}
     // A vector, `place` values from the first row's start, in `column` of its row.
@@ -18,6 +21,27 @@ struct StoredRows {
         unpack<T>(loaded, values);
     }
 };
+
+// The sum over a row of what is given for each of a thread's vectors, in an order that does not
+// depend on the number of threads: of each 32 adjacent vectors, then of these sums. Returned to
+// every thread; one barrier.
+constexpr int MAX_PARTIAL_SUMS = 128;  // of 16 warps with 8 vectors a thread
+
+template <int VECTORS>
+__device__ float row_sum(const float (&values)[VECTORS], float (&partial)[MAX_PARTIAL_SUMS]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        const float sum = warp_sum(values[i]);
+        if (lane == 0) partial[i * num_warps + warp] = sum;
+    }
+    __syncthreads();
+    float sum = 0.0f;
+#pragma unroll
+    for (int from = 0; from < MAX_PARTIAL_SUMS; from += 32)
+        if (from + lane < VECTORS * num_warps) sum += partial[from + lane];
+    return warp_sum(sum);
+}
 
 // One block per row of `hidden` values, covered by blockDim.x * VECTORS 16-byte vectors of T. The
 // residual and `total` are in R, which is T or float. A row is kept in registers between its sum of
@@ -33,8 +57,8 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
     constexpr int N = VECTOR<T>, M = VECTOR<R>;
     constexpr int PARTS = N / M;  // vectors of R with the values of one of T
     static_assert(PARTS * M == N, "R has at least the size of T");
-    __shared__ float partial[32];
-    const long long row = static_cast<long long>(blockIdx.x) * hidden;
+    __shared__ float partial[MAX_PARTIAL_SUMS];
+    const long long row = static_cast<long long>(x.row()) * hidden;
 
     pdl_launch_dependents();
     // No kernel writes weights, so they are loaded while the preceding one ends; those of a long row
@@ -62,7 +86,7 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
         }
     }
 
-    float squares = 0.0f;
+    float squares[VECTORS] = {};
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * N;
@@ -87,10 +111,10 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
                 sums[i][0] = values[i];
             }
 #pragma unroll
-            for (int j = 0; j < N; j++) squares += a[j] * a[j];
+            for (int j = 0; j < N; j++) squares[i] += a[j] * a[j];
         }
     }
-    const float scale = rsqrtf(block_sum(squares, partial) / hidden + eps);
+    const float scale = rsqrtf(row_sum(squares, partial) / hidden + eps);
 
     // Values of a vector, normed.
     const auto normed = [&](int i, int column, float(&a)[N]) {
@@ -136,7 +160,7 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
             for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
         }
         const RowScale<Out> quantized(block_max(largest, maxima));
-        if (threadIdx.x == 0) scales[blockIdx.x] = quantized.scale;
+        if (threadIdx.x == 0) scales[x.row()] = quantized.scale;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             const int column = (i * blockDim.x + threadIdx.x) * N;

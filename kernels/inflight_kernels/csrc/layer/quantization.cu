@@ -9,7 +9,9 @@ __global__ void __launch_bounds__(512) quantize_rows(const T* x, Value* values, 
                                                      int width, int stride, int spread_bits) {
     constexpr int N = VECTOR<T>;
     __shared__ unsigned partial[32];
-    const T* const row = x + static_cast<long long>(blockIdx.x) * stride;
+    // The last rows first, as in norm_row.cuh.
+    const long long own = gridDim.x - 1 - blockIdx.x;
+    const T* const row = x + own * stride;
 
     pdl_wait();
     pdl_launch_dependents();
@@ -28,13 +30,13 @@ __global__ void __launch_bounds__(512) quantize_rows(const T* x, Value* values, 
         for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
     }
     const RowScale<Value> scale(block_max(largest, partial));
-    if (threadIdx.x == 0) scales[blockIdx.x] = scale.scale;
+    if (threadIdx.x == 0) scales[own] = scale.scale;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * N;
         if (column >= width) continue;
         float(&a)[N] = spread[SPREADS ? i : 0];
         if (!SPREADS) unpack<T>(raw[i], a);
-        store_bytes<T>(values + static_cast<long long>(blockIdx.x) * width + column, scale, a);
+        store_bytes<T>(values + own * width + column, scale, a);
     }
 }

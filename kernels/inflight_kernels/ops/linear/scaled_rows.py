@@ -15,6 +15,7 @@ from inflight_kernels.runtime.launch import (
     VECTOR_BYTES,
     check,
     check_memory,
+    fewest_vectors,
     kernel,
     name_of,
     vectors_in,
@@ -133,7 +134,11 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
     value_type = out.check("out", num_rows, width, may_be_spread=True)
     if not num_rows:
         return
-    per_thread = next(count for count in _VECTORS_PER_THREAD if vectors <= count * _MAX_THREADS)
+    per_thread = next(
+        count
+        for count in _VECTORS_PER_THREAD
+        if count >= fewest_vectors(num_rows) and vectors <= count * _MAX_THREADS
+    )
     threads = -(-vectors // (32 * per_thread)) * 32
     kernel("quantization", _name(value_type, storage, per_thread, out.spreads))(
         num_rows,
