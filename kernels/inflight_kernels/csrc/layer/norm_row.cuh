@@ -22,11 +22,11 @@ struct StoredRows {
     }
 };
 
+constexpr int MAX_PARTIAL_SUMS = 128;  // of 16 warps with 8 vectors a thread
+
 // The sum over a row of what is given for each of a thread's vectors, in an order that does not
 // depend on the number of threads: of each 32 adjacent vectors, then of these sums. Returned to
 // every thread; one barrier.
-constexpr int MAX_PARTIAL_SUMS = 128;  // of 16 warps with 8 vectors a thread
-
 template <int VECTORS>
 __device__ float row_sum(const float (&values)[VECTORS], float (&partial)[MAX_PARTIAL_SUMS]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;

@@ -3,15 +3,16 @@
 // A cluster of two blocks computes two adjacent tiles of TOKENS tokens x ROWS rows of the weight,
 // with the same rows or the same tokens. Each block loads half of the shared operand and multicasts
 // it to both. In a block, a producer warp keeps a ring of stages in shared memory full, across the
-// ends of tiles, and two consumer warpgroups multiply from it, 64 tokens each. Clusters iterate
-// over tiles, a few tiles of tokens at a time, so that concurrent reads hit the L2 cache.
+// ends of tiles, and two consumer warpgroups multiply from it, 64 tokens each. Of 8-bit values, two
+// more warps load residuals and store results (gemm_results.cuh). Clusters iterate over tiles, a
+// few tiles of tokens at a time, so that concurrent reads hit the L2 cache.
 #include "linear/gemm_results.cuh"
 
 namespace gemm {
 
-constexpr int GROUPS = 2;            // consumer warpgroups
+constexpr int GROUPS = 2;                      // consumer warpgroups
 constexpr int TOKENS = GROUPS * GROUP_TOKENS;  // of a tile
-constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are iterated over together
+constexpr int TILES_AT_ONCE = 8;               // along the tokens, that are iterated over together
 
 // Registers per producer and consumer thread, of 65536 per multiprocessor.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;

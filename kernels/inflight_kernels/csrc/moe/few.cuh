@@ -36,7 +36,7 @@ static_assert(WARPS == TOKENS, "of a warp or of a token");
 
 struct Scratch {
     int chosen[TOKENS][MAX_TOP_K];  // experts of a token, or the first ones of a warp
-    unsigned masks[MAX_EXPERTS];  // tokens of an expert; then its place in `experts`
+    unsigned masks[MAX_EXPERTS];    // tokens of an expert; then its place in `experts`
 };
 
 // The first experts of one token, all that this warp needs to request its first weights.
