@@ -375,6 +375,7 @@ class Server:
             for model in self.models_with_engine:
                 end_engine(self.engine_socket(model))
         # The stubs detect that their server has exited, remove their shared memory and exit.
+        self._stubs.find_left(self.region_prefix)
         self._stubs.end(patience_s)
         remove_regions(self.region_prefix)
         if self._owner is None:

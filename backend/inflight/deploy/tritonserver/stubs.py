@@ -30,6 +30,18 @@ class Stubs:
                 self._regions_of[stub] = regions
         return found
 
+    def find_left(self, region_prefix: str) -> None:
+        """Remember those of a tritonserver that has exited, also what it started last and nobody
+        saw: such a stub would go on to start, and create files that were removed.
+
+        Args:
+            region_prefix: of the server's regions. It is on the command lines of its stubs, and on
+                its own, which a stub has before its exec.
+        """
+        for process in Process.all():
+            if any(region_prefix in argument for argument in process.arguments()):
+                self._regions_of.setdefault(process, regions_of(process))
+
     def forget_ended(self) -> list[Process]:
         """The remembered ones that have exited; they are forgotten, with their shared memory."""
         ended = [stub for stub in self._regions_of if not stub.is_running()]
