@@ -135,12 +135,96 @@ __device__ __forceinline__ float difference_of_products(float x, float a, float 
     return __fmaf_rn(x, a, -__fmul_rn(y, b));
 }
 
-// The scale of a vector with this largest magnitude, rounded up so that nothing is clipped. Not
-// finite if the magnitude is not, or too large.
-template <typename Byte>
-__device__ __forceinline__ __half scale_of(float largest) {
-    return __float2half_ru(largest / Byte::LARGEST);
+// The scale of a vector whose largest magnitude becomes this number, rounded up so that nothing is
+// clipped. Not finite if the magnitude is not, or too large.
+__device__ __forceinline__ __half scale_of(float largest, float code) {
+    return __float2half_ru(largest / code);
 }
+
+// A key of e4m3 is encoded with one of several scales: its largest value becomes a number of e4m3
+// with any of the eight mantissas. That with the least squared error of the largest values of each
+// four columns is chosen. Errors are added up as multiples of 2^-11, rounded down, so that a sum
+// does not depend on its order, and bytes not on the kernel.
+struct KeyScales {
+    static constexpr int COUNT = 8;
+
+    // What the largest value becomes.
+    static __device__ __forceinline__ float code_of(int index) {
+        return index < 7 ? 448.0f - 32.0f * static_cast<float>(index) : 240.0f;
+    }
+
+    // The largest magnitude of four columns.
+    static __device__ __forceinline__ float largest_of(const float* four) {
+        return fmaxf(fmaxf(fabsf(four[0]), fabsf(four[1])), fmaxf(fabsf(four[2]), fabsf(four[3])));
+    }
+
+    // The index of the scale for a key with this largest magnitude, of which each of WIDTH lanes
+    // has N times the largest of four columns. All lanes of the warp must call it. Lane i computes
+    // the error of scale i % COUNT, if there are so many lanes. Of a key that is zero, or not
+    // finite, the index means nothing.
+    template <int WIDTH, int N>
+    static __device__ __forceinline__ int best(const float (&values)[N], float largest) {
+        unsigned errors[COUNT];
+        errors_of(values, largest, errors);
+        // Lanes exchange halves of what they have, so that each has the sums of some scales; from
+        // eight lanes on, of one.
+        constexpr int SHARES = WIDTH < COUNT ? WIDTH : COUNT;
+        const int first = threadIdx.x % SHARES * (COUNT / SHARES);
+#pragma unroll
+        for (int distance = SHARES / 2, count = COUNT / 2; distance > 0;
+             distance /= 2, count /= 2) {
+            const bool upper = threadIdx.x & distance;
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                const unsigned other = upper ? errors[i] : errors[i + count];
+                errors[i] = (upper ? errors[i + count] : errors[i]) +
+                            __shfl_xor_sync(0xffffffffu, other, distance);
+            }
+        }
+#pragma unroll
+        for (int distance = SHARES; distance < WIDTH; distance *= 2)
+#pragma unroll
+            for (int i = 0; i < COUNT / SHARES; i++)
+                errors[i] += __shfl_xor_sync(0xffffffffu, errors[i], distance);
+        unsigned least = 0xffffffffu;
+#pragma unroll
+        for (int i = 0; i < COUNT / SHARES; i++) {
+            const float code = code_of(first + i);
+            const float error =
+                __fmul_rn(static_cast<float>(errors[i]), __frcp_rn(__fmul_rn(code, code)));
+            // Of errors that differ in their last bits alone, the first one.
+            least = min(least, (__float_as_uint(error) & ~(COUNT - 1u)) | (first + i));
+        }
+#pragma unroll
+        for (int distance = 1; distance < SHARES; distance *= 2)
+            least = min(least, __shfl_xor_sync(0xffffffffu, least, distance));
+        // From 2^23 on, the scales of small numbers need not be finite.
+        return largest < 8388608.0f ? least % COUNT : 0;
+    }
+
+   private:
+    template <int N>
+    static __device__ __forceinline__ void errors_of(const float (&values)[N], float largest,
+                                                     unsigned (&errors)[COUNT]) {
+        static_assert(N <= 16, "a sum is at most 2^12");
+        constexpr float BEGIN = 4096.0f;  // from here to its double, floats are multiples of 2^-11
+        const float inverse = __frcp_rn(largest);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const float factor = __fmul_rn(inverse, code_of(i));
+            float sum = BEGIN;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const float code = __fmul_rn(values[j], factor);
+                // Four significant bits; below 2^-6, e4m3 has fewer, which no sum can tell.
+                const unsigned rounded = (__float_as_uint(code) + 0x80000u) & 0xfff00000u;
+                const float error = __fsub_rn(code, __uint_as_float(rounded));
+                sum = __fmaf_rd(error, error, sum);
+            }
+            errors[i] = __float_as_uint(sum) - __float_as_uint(BEGIN);
+        }
+    }
+};
 
 // Multiplies a vector to be encoded: the inverse of its scale; 0 if that is 0 or not finite.
 __device__ __forceinline__ float inverse_of(__half scale) {

@@ -13,7 +13,8 @@ attention reads one head of consecutive tokens.
 An INT8 vector has one step for all of its values, which the largest one sets. Keys have a few large
 columns, so before they are rounded, keys and queries are spread over all columns by a Hadamard
 transform (QuaRot, arXiv:2404.00456), which leaves their products as they are. e4m3 has steps for
-each value by itself, and gains nothing.
+each value by itself, and gains nothing by that; its keys choose among several scales instead
+(`quantize_keys`).
 """
 
 from __future__ import annotations
@@ -113,12 +114,71 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     Returns:
         The bytes [..., D] and the scales [...] float16. A zero vector has the scale 0.
     """
-    largest = LARGEST[dtype]
     wide = x.float()
     amax = wide.abs().amax(-1)
+    return _quantize(wide, amax, torch.full_like(amax, LARGEST[dtype]), dtype)
+
+
+def quantize_keys(k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise keys [..., D] of floats; for INT8, `spread_keys` of them.
+
+    In e4m3, a key's largest value becomes one of `KEY_CODES` instead of 448: that with the least
+    squared error of the key's large values. All of them are numbers of e4m3, so that the largest
+    value, which scores depend on most, stays as exact as its scale. Values of tokens gain little by
+    this, as their errors average out.
+
+    Returns:
+        Those of `quantize`.
+    """
+    if dtype != torch.float8_e4m3fn:
+        return quantize(spread_keys(k), dtype)
+    wide = k.float()
+    amax = wide.abs().amax(-1)
+    return _quantize(wide, amax, _key_codes(wide, amax), dtype)
+
+
+KEY_CODES = (*(448.0 - 32.0 * i for i in range(7)), 240.0)
+"""Numbers of e4m3 that a key's largest value may become: one of each mantissa."""
+
+_KEY_COLUMNS = 4
+"""Adjacent columns, the largest of which stands for them when errors are compared. All of them
+would be four times the work, for a KL that is a twelfth lower at best (benchmarks/notes.md)."""
+
+_LARGEST_WITH_ANY_CODE = 2.0**23
+"""From this magnitude on, float16 need not hold the scale of the smallest of `KEY_CODES`."""
+
+
+def _key_codes(k: Tensor, amax: Tensor) -> Tensor:
+    """The number that each key's largest value becomes, [...], for keys [..., D] float32."""
+    inverse = 1.0 / amax
+    k = torch.nn.functional.pad(k.abs(), (0, -k.shape[-1] % _KEY_COLUMNS))
+    k = k.reshape(*amax.shape, -1, _KEY_COLUMNS).amax(-1)
+    # Of equal errors, by all but their last three bits, the first one.
+    errors = [_squared_error(k, inverse, code).view(torch.int32) for code in KEY_CODES]
+    least = torch.stack([error & -8 | index for index, error in enumerate(errors)]).amin(0)
+    index = torch.where(amax < _LARGEST_WITH_ANY_CODE, least & 7, 0)
+    return torch.tensor(KEY_CODES, device=k.device)[index]
+
+
+def _squared_error(k: Tensor, inverse: Tensor, code: float) -> Tensor:
+    """Squared errors [...] of keys [..., D] relative to the squares of their largest values, of
+    which `inverse` has the inverses.
+
+    As `KeyScales` in kv_quantization.cuh computes it: of four significant bits, and rounded down to
+    multiples of 2^-11, so that sums do not depend on their order.
+    """
+    codes = k * (inverse * code).unsqueeze(-1)
+    rounded = (codes.view(torch.int32) + 0x80000) & -0x100000
+    errors = (codes - rounded.view(torch.float32)).double().square_()
+    return (errors * 2.0**11).floor_().sum(-1).float() * torch.full_like(inverse, code**-2)
+
+
+def _quantize(x: Tensor, amax: Tensor, codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise x [..., D] float32 so that its largest magnitude [...] becomes a number [...]."""
     # By a tensor: torch multiplies by the inverse of a number on GPUs, which rounds twice.
-    scales = _rounded_up(amax / torch.full_like(amax, largest))
-    scaled = wide * (1.0 / scales.float()).unsqueeze(-1)
+    scales = _rounded_up(amax / codes)
+    scaled = x * (1.0 / scales.float()).unsqueeze(-1)
+    largest = LARGEST[dtype]
     scaled = scaled.nan_to_num_(0.0).clamp_(-largest, largest)
     return (scaled if dtype.is_floating_point else scaled.round_()).to(dtype), scales
 
@@ -129,8 +189,17 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write(x: Tensor, memory: QuantizedKV, slots: Tensor) -> None:
-    """Quantise x [T, G, D] into slots [T] of a layer's memory, in place."""
-    values, scales = quantize(x, memory.values.dtype)
+    """Quantise values x [T, G, D] into slots [T] of a layer's memory, in place."""
+    _write(quantize(x, memory.values.dtype), memory, slots)
+
+
+def write_keys(k: Tensor, memory: QuantizedKV, slots: Tensor) -> None:
+    """Quantise keys [T, G, D] into slots [T] of a layer's memory, in place."""
+    _write(quantize_keys(k, memory.values.dtype), memory, slots)
+
+
+def _write(quantized: tuple[Tensor, Tensor], memory: QuantizedKV, slots: Tensor) -> None:
+    values, scales = quantized
     block_size = memory.values.shape[1]
     blocks, offsets = slots // block_size, slots % block_size
     memory.values.view(torch.uint8)[blocks, offsets] = values.view(torch.uint8)

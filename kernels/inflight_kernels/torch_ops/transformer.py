@@ -209,14 +209,16 @@ def write_kv(
     k: Tensor, v: Tensor, k_cache: KVMemory, v_cache: KVMemory, slot_mapping: Tensor
 ) -> None:
     """Write k and v [T, G, D] into slots [T] of a layer's cache, in place."""
-    if kv_quantization.holds_spread_keys(k_cache):
-        k = kv_quantization.spread_keys(k)
-    write_rows(k, k_cache, slot_mapping)
+    if isinstance(k_cache, QuantizedKV):
+        kv_quantization.write_keys(k, k_cache, slot_mapping)
+    else:
+        write_rows(k, k_cache, slot_mapping)
     write_rows(v, v_cache, slot_mapping)
 
 
 def write_rows(rows: Tensor, cache: KVMemory, slot_mapping: Tensor) -> None:
-    """Write keys, or values, [T, G, D] into slots [T] of a layer's cache, in place."""
+    """Write values, latents, or keys of floats, [T, G, D] into slots [T] of a layer's cache, in
+    place."""
     if isinstance(cache, QuantizedKV):
         kv_quantization.write(rows, cache, slot_mapping)
     else:

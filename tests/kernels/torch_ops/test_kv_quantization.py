@@ -11,11 +11,13 @@ import torch
 from inflight_kernels.torch_ops import kv_quantization
 from inflight_kernels.torch_ops import transformer as ops
 from inflight_kernels.torch_ops.kv_quantization import (
+    KEY_CODES,
     QuantizedKV,
     clear_slots,
     dequantize,
     of_blocks,
     quantize,
+    quantize_keys,
 )
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -105,6 +107,79 @@ def test_e4m3_is_that_of_an_independent_decoder() -> None:
     np.testing.assert_array_equal(got, expected)
 
 
+# ---------------------------------------------------------------- keys of e4m3
+
+
+def keys_with_errors() -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [n, 128], some of which have a few large columns, and the squared errors of each of
+    `KEY_CODES` [8, n], by rounding to e4m3 with that scale."""
+    k = torch.randn(512, 128, generator=torch.Generator().manual_seed(3))
+    k[::2, [5, 40, 103]] *= 20
+    amax = k.abs().amax(-1, keepdim=True)
+    errors = []
+    for code in KEY_CODES:
+        rounded = (k / amax * code).to(torch.float8_e4m3fn).float() * amax / code
+        errors.append((rounded - k).double().square().sum(-1))
+    return k, torch.stack(errors)
+
+
+def test_a_key_has_a_scale_with_little_error() -> None:
+    """Less than half of that with the largest value as 448, and little more than the least."""
+    k, errors = keys_with_errors()
+    found = dequantize(*quantize_keys(k, torch.float8_e4m3fn), torch.float32)
+    error = float((found - k).double().square().sum())
+    assert error < 0.5 * float(errors[0].sum())
+    assert error < 1.05 * float(errors.amin(0).sum())
+
+
+def test_keys_use_all_scales() -> None:
+    k, _ = keys_with_errors()
+    values, _ = quantize_keys(k, torch.float8_e4m3fn)
+    assert set(values.float().abs().amax(-1).tolist()) == set(KEY_CODES)
+
+
+def test_the_largest_value_of_a_key_is_as_exact_as_its_scale() -> None:
+    k, _ = keys_with_errors()
+    for exponent in (-1, 0, 3, 5):
+        keys = k * 10.0**exponent
+        found = dequantize(*quantize_keys(keys, torch.float8_e4m3fn), torch.float32)
+        largest = keys.abs().argmax(-1, keepdim=True)
+        ratio = found.gather(-1, largest) / keys.gather(-1, largest)
+        assert ((ratio - 1).abs() <= 2.0**-10).all()
+
+
+def test_keys_whose_smallest_scale_alone_is_finite_stay_finite() -> None:
+    k, _ = keys_with_errors()
+    keys = k / k.abs().amax(-1, keepdim=True) * 2.9e7
+    found = dequantize(*quantize_keys(keys, torch.float8_e4m3fn), torch.float32)
+    assert found.isfinite().all()
+    assert torch.equal(found, restored(keys, torch.float8_e4m3fn))
+
+
+@each_type
+def test_keys_that_are_zero_not_finite_or_tiny_are_quantised_as_values_are(
+    dtype: torch.dtype,
+) -> None:
+    keys = torch.ones(5, 8)
+    keys[0] = 0.0
+    keys[1, 3], keys[2, 3], keys[3, 3] = math.nan, math.inf, 3e8
+    keys[4] = 1e-40
+    got = dequantize(*quantize_keys(keys, dtype), torch.float32)
+    assert not got[0].any()
+    assert got[1:4].isnan().all()
+    assert got[4].isfinite().all()
+
+
+def test_keys_of_int8_are_spread_values() -> None:
+    k, _ = keys_with_errors()
+    for found, expected in zip(
+        quantize_keys(k, torch.int8),
+        quantize(kv_quantization.spread_keys(k), torch.int8),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+
+
 # ---------------------------------------------------------------- blocks
 
 
@@ -133,14 +208,13 @@ def test_write_kv_and_copy_blocks_move_scales_with_their_values(dtype: torch.dty
     k, v = torch.randn(2, 3, NUM_HEADS, HEAD_DIM).unbind()
     ops.write_kv(k, v, k_cache, v_cache, torch.tensor([5, 23, 0]))
     ops.copy_blocks(k_data, torch.tensor([1, 5]), torch.tensor([3, 1]))
-    keys = kv_quantization.spread_keys(k) if dtype == torch.int8 else k
     for memory, rows, places in (
-        (k_cache, keys, [(3, 1), (1, 3), (0, 0)]),
-        (v_cache, v, [(1, 1), (5, 3), (0, 0)]),
+        (k_cache, dequantize(*quantize_keys(k, dtype), torch.float32), [(3, 1), (1, 3), (0, 0)]),
+        (v_cache, restored(v, dtype), [(1, 1), (5, 3), (0, 0)]),
     ):
         found = kv_quantization.read_blocks(memory, torch.arange(NUM_BLOCKS), torch.float32)
-        for row, (block, offset) in enumerate(places):
-            assert torch.equal(found[block, offset], restored(rows[row], dtype))
+        for row, (block, offset) in zip(rows, places, strict=True):
+            assert torch.equal(found[block, offset], row)
 
 
 @each_type

@@ -80,13 +80,23 @@ struct ByteRow {
     __half scale;
 
     // Quantises as rope.cu does. All lanes of the warp must call it, with zeros past the head.
-    __device__ __forceinline__ explicit ByteRow(const float (&four)[4]) {
-        unsigned largest = 0;  // as bits, which compare as magnitudes do, and NaN is the largest
+    __device__ __forceinline__ ByteRow(const float (&four)[4], bool is_key) {
+        using Byte = typename S::Cached;
+        unsigned bits = 0;  // which compare as magnitudes do, and NaN is the largest
 #pragma unroll
-        for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_uint(four[i]) & 0x7fffffffu);
-        largest = __reduce_max_sync(FULL_WARP, largest);
-        scale = scale_of<typename S::Cached>(__uint_as_float(largest));
-        word = encode_word<typename S::Cached>(four, inverse_of(scale));
+        for (int i = 0; i < 4; ++i) bits = max(bits, __float_as_uint(four[i]) & 0x7fffffffu);
+        const float largest = __uint_as_float(__reduce_max_sync(FULL_WARP, bits));
+        const bool chooses = SAME<Byte, Fp8> && is_key;
+        // Each lane has one of a key's scales ready before it is known which one it will be.
+        const int index = threadIdx.x % KeyScales::COUNT;
+        scale = scale_of(largest, chooses ? KeyScales::code_of(index) : Byte::LARGEST);
+        float inverse = inverse_of(scale);
+        if (chooses) {
+            const int best = KeyScales::best<32>({KeyScales::largest_of(four)}, largest);
+            scale = __shfl_sync(FULL_WARP, scale, best);
+            inverse = __shfl_sync(FULL_WARP, inverse, best);
+        }
+        word = encode_word<Byte>(four, inverse);
     }
 
     __device__ __forceinline__ void store(void* bytes, __half* scale_place) const {

@@ -299,7 +299,7 @@ struct Rotated<S, NORM, true> {
         for (int i = 0; i < 2; ++i) {
             T* const tile = i == 0 ? keys : values;
             if (SPREADS && i == 0) spread(four);
-            const ByteRow<S> bytes(four);
+            const ByteRow<S> bytes(four, i == 0);
             bytes.store(reinterpret_cast<unsigned char*>(tile) + row * byte_pitch(S::HEAD_DIM),
                         scales_of<S>(tile) + row);
             if (slot >= 0) {

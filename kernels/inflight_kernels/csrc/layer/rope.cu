@@ -22,6 +22,18 @@ __device__ float largest_of(const float (&a)[N], const float (&b)[N]) {
     return __uint_as_float(largest);
 }
 
+// The index of the scale of a key of e4m3 with this largest magnitude, likewise.
+template <int WIDTH, int N>
+__device__ int best_scale(const float (&a)[N], const float (&b)[N], float largest) {
+    float values[N / 2];
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+        values[j / 2] = KeyScales::largest_of(a + j);
+        values[j / 2 + 1] = KeyScales::largest_of(b + j);
+    }
+    return KeyScales::best<WIDTH>(values, largest);
+}
+
 // Spreads a head, of which each of LANES lanes has N columns of the first half and those across
 // from them (see kv_quantization.cuh). All lanes of the warp must call it.
 template <int LANES, int N>
@@ -63,14 +75,15 @@ __device__ void store_bytes(C* target, const float (&values)[N], float inverse) 
 //
 // C is the type of the cache: T, or a byte of kv_quantization.cuh, whose strides are in bytes. The
 // lanes of a head then share their largest magnitude, and the first one writes the scale. For Int8,
-// q and k are spread.
+// q and k are spread. For Fp8, the compiler would use so many registers to choose a key's scale that
+// prompts take a quarter longer.
 template <typename T, typename C, int D, bool NORM>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 1)
     rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, C* k_cache,
                   C* v_cache, long long block_stride, long long slot_stride, long long head_stride,
                   int block_size, const long long* slots, const long long* positions,
-                  const float* cos, const float* sin, const float* q_weight,
-                  const float* k_weight, float eps, int num_heads, int num_kv_heads, bool history_ready) {
+                  const float* cos, const float* sin, const float* q_weight, const float* k_weight,
+                  float eps, int num_heads, int num_kv_heads, bool history_ready) {
     constexpr int N = VECTOR<T>;
     constexpr int HALF = D / 2;
     constexpr int LANES = HALF / N;
@@ -182,7 +195,16 @@ __global__ void __launch_bounds__(512)
                     }
                 }
             }
-            const __half scale = scale_of<C>(largest_of<GROUP>(a, b));
+            const float largest = largest_of<GROUP>(a, b);
+            float code = C::LARGEST;  // what the largest value becomes
+            if constexpr (SAME<C, Fp8>) {
+                const bool is_key = rotated && head >= num_heads;
+                if (__any_sync(FULL_WARP, is_key)) {
+                    const int best = best_scale<GROUP>(a, b, largest);
+                    if (is_key) code = KeyScales::code_of(best);
+                }
+            }
+            const __half scale = scale_of(largest, code);
             if (!mine) continue;
             if (head < num_heads) {
                 T* const target = q_out + token * q_stride + head * D + column;
