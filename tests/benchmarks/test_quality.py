@@ -75,14 +75,14 @@ class RoundedCache(DynamicCache):
 
     def update(self, *keys_and_values: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values, *rest = keys_and_values
-        spreads = self._dtype == torch.int8
-        if spreads:
-            keys = kv_quantization.spread_keys(keys)
         keys, values = (
-            kv_quantization.dequantize(*kv_quantization.quantize(one, self._dtype), torch.float32)
-            for one in (keys, values)
+            kv_quantization.dequantize(*rounded(one, self._dtype), torch.float32)
+            for one, rounded in (
+                (keys, kv_quantization.quantize_keys),
+                (values, kv_quantization.quantize),
+            )
         )
-        if spreads:  # its own inverse
+        if self._dtype == torch.int8:  # keys are spread, which is its own inverse
             keys = kv_quantization.spread_queries(keys)
         return super().update(keys, values, *rest, **options)
 
@@ -171,6 +171,7 @@ def test_coarser_keys_and_values_miss_the_gates(
         return values.clamp(-127, 127).to(dtype), scales
 
     monkeypatch.setattr(kv_quantization, "quantize", coarse)
+    monkeypatch.setattr(kv_quantization, "quantize_keys", coarse)
     for variant, found in zip(KV, measured(attentive, *KV), strict=True):
         assert variant.gate is not None and not found.passes(variant.gate)
 
