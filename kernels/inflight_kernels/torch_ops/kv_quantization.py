@@ -152,7 +152,7 @@ def _key_codes(k: Tensor, amax: Tensor) -> Tensor:
     """The number that each key's largest value becomes, [...], for keys [..., D] float32."""
     inverse = 1.0 / amax
     k = torch.nn.functional.pad(k.abs(), (0, -k.shape[-1] % _KEY_COLUMNS))
-    k = k.reshape(*amax.shape, -1, _KEY_COLUMNS).amax(-1)
+    k = k.reshape(*amax.shape, k.shape[-1] // _KEY_COLUMNS, _KEY_COLUMNS).amax(-1)
     # Of equal errors, by all but their last three bits, the first one.
     errors = [_squared_error(k, inverse, code).view(torch.int32) for code in KEY_CODES]
     least = torch.stack([error & -8 | index for index, error in enumerate(errors)]).amin(0)

@@ -170,6 +170,18 @@ def test_keys_that_are_zero_not_finite_or_tiny_are_quantised_as_values_are(
     assert got[4].isfinite().all()
 
 
+@each_type
+def test_no_keys_and_keys_of_any_width_are_quantised(dtype: torch.dtype) -> None:
+    for width in (2, 6, 16):
+        values, scales = quantize_keys(torch.ones(0, 3, width), dtype)
+        assert values.shape == (0, 3, width) and scales.shape == (0, 3)
+        keys = torch.randn(5, 3, width, generator=torch.Generator().manual_seed(width))
+        values, scales = quantize_keys(keys, dtype)
+        if dtype == torch.int8:
+            keys = kv_quantization.spread_keys(keys)
+        assert torch.allclose(dequantize(values, scales, torch.float32), keys, atol=0.2)
+
+
 def test_keys_of_int8_are_spread_values() -> None:
     k, _ = keys_with_errors()
     for found, expected in zip(
