@@ -76,9 +76,9 @@ __device__ void store_bytes(C* target, const float (&values)[N], float inverse) 
 // C is the type of the cache: T, or a byte of kv_quantization.cuh, whose strides are in bytes. The
 // lanes of a head then share their largest magnitude, and the first one writes the scale. For Int8,
 // q and k are spread. For Fp8, the compiler would use so many registers to choose a key's scale that
-// prompts take a quarter longer.
+// prompts take a quarter longer, hence the second launch bound (0 is none).
 template <typename T, typename C, int D, bool NORM>
-__global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 1)
+__global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
     rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, C* k_cache,
                   C* v_cache, long long block_stride, long long slot_stride, long long head_stride,
                   int block_size, const long long* slots, const long long* positions,
