@@ -19,6 +19,7 @@ each value by itself, and gains nothing by that; its keys choose among several s
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -149,28 +150,32 @@ _LARGEST_WITH_ANY_CODE = 2.0**23
 
 
 def _key_codes(k: Tensor, amax: Tensor) -> Tensor:
-    """The number that each key's largest value becomes, [...], for keys [..., D] float32."""
-    inverse = 1.0 / amax
-    k = torch.nn.functional.pad(k.abs(), (0, -k.shape[-1] % _KEY_COLUMNS))
-    k = k.reshape(*amax.shape, k.shape[-1] // _KEY_COLUMNS, _KEY_COLUMNS).amax(-1)
-    # Of equal errors, by all but their last three bits, the first one.
-    errors = [_squared_error(k, inverse, code).view(torch.int32) for code in KEY_CODES]
-    least = torch.stack([error & -8 | index for index, error in enumerate(errors)]).amin(0)
-    index = torch.where(amax < _LARGEST_WITH_ANY_CODE, least & 7, 0)
-    return torch.tensor(KEY_CODES, device=k.device)[index]
+    """The number that each key's largest value becomes, [...], for keys [..., D] float32.
 
-
-def _squared_error(k: Tensor, inverse: Tensor, code: float) -> Tensor:
-    """Squared errors [...] of keys [..., D] relative to the squares of their largest values, of
-    which `inverse` has the inverses.
-
-    As `KeyScales` in kv_quantization.cuh computes it: of four significant bits, and rounded down to
-    multiples of 2^-11, so that sums do not depend on their order.
+    Errors are those of `KeyScales` in kv_quantization.cuh: of four significant bits, and rounded
+    down to multiples of 2^-11, so that their sums do not depend on their order. They are relative
+    to the square of the largest value.
     """
-    codes = k * (inverse * code).unsqueeze(-1)
-    rounded = (codes.view(torch.int32) + 0x80000) & -0x100000
-    errors = (codes - rounded.view(torch.float32)).double().square_()
-    return (errors * 2.0**11).floor_().sum(-1).float() * torch.full_like(inverse, code**-2)
+    codes, weights, indices = _key_tables(k.device)
+    rest = -k.shape[-1] % _KEY_COLUMNS
+    k = (torch.nn.functional.pad(k, (0, rest)) if rest else k).abs()
+    k = k.reshape(*amax.shape, 1, k.shape[-1] // _KEY_COLUMNS, _KEY_COLUMNS).amax(-1)
+    scaled = k * (amax.reciprocal().unsqueeze(-1) * codes).unsqueeze(-1)  # [..., 8, D / 4]
+    rounded = (scaled.view(torch.int32) + 0x80000).bitwise_and_(-0x100000)
+    squares = scaled.sub_(rounded.view(torch.float32)).double().square_()
+    errors = squares.mul_(2.0**11).floor_().sum(-1).float().mul_(weights)
+    # Of errors that differ in their last three bits alone, the first one.
+    last = len(KEY_CODES) - 1
+    least = errors.view(torch.int32).bitwise_and_(~last).bitwise_or_(indices).amin(-1)
+    return codes[least.bitwise_and_(last).masked_fill_(amax >= _LARGEST_WITH_ANY_CODE, 0)]
+
+
+@functools.cache
+def _key_tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `KEY_CODES`, [8] each: the numbers, the inverses of their squares, and their indices."""
+    codes = torch.tensor(KEY_CODES, device=device)
+    indices = torch.arange(len(KEY_CODES), dtype=torch.int32, device=device)
+    return codes, codes.square().reciprocal_(), indices
 
 
 def _quantize(x: Tensor, amax: Tensor, codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -185,7 +190,22 @@ def _quantize(x: Tensor, amax: Tensor, codes: Tensor, dtype: torch.dtype) -> tup
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers [..., D] of bytes [..., D] with scales [...], in this dtype of floats."""
-    return values.float().mul_(scales.unsqueeze(-1)).to(dtype)
+    return _floats(values).mul_(scales.unsqueeze(-1)).to(dtype)
+
+
+def _floats(values: Tensor) -> Tensor:
+    """The numbers of bytes, in float32."""
+    if values.dtype != torch.float8_e4m3fn or values.device.type != "cpu":
+        return values.float()
+    # On CPUs torch converts e4m3 one number after the other, which takes five times longer.
+    numbers = values.view(torch.uint8).reshape(-1).int()
+    return _e4m3_numbers().index_select(0, numbers).view(values.shape)
+
+
+@functools.cache
+def _e4m3_numbers() -> Tensor:
+    """[256] float32, by byte."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def write(x: Tensor, memory: QuantizedKV, slots: Tensor) -> None:
