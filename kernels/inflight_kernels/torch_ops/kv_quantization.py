@@ -31,6 +31,16 @@ SCALE_TYPE = torch.float16
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The largest magnitude of each type of bytes; -128 is not used."""
 
+KEY_CODES = (*(448.0 - 32.0 * i for i in range(7)), 240.0)
+"""Numbers of e4m3 that a key's largest value may become: one of each mantissa."""
+
+_KEY_COLUMNS = 4
+"""Adjacent columns, the largest of which stands for them when errors are compared. All of them
+would be four times the work, for a KL that is a twelfth lower at best (benchmarks/notes.md)."""
+
+_LARGEST_WITH_ANY_CODE = 2.0**23
+"""From this magnitude on, float16 need not hold the scale of the smallest of `KEY_CODES`."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKV:
@@ -136,17 +146,6 @@ def quantize_keys(k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = k.float()
     amax = wide.abs().amax(-1)
     return _quantize(wide, amax, _key_codes(wide, amax), dtype)
-
-
-KEY_CODES = (*(448.0 - 32.0 * i for i in range(7)), 240.0)
-"""Numbers of e4m3 that a key's largest value may become: one of each mantissa."""
-
-_KEY_COLUMNS = 4
-"""Adjacent columns, the largest of which stands for them when errors are compared. All of them
-would be four times the work, for a KL that is a twelfth lower at best (benchmarks/notes.md)."""
-
-_LARGEST_WITH_ANY_CODE = 2.0**23
-"""From this magnitude on, float16 need not hold the scale of the smallest of `KEY_CODES`."""
 
 
 def _key_codes(k: Tensor, amax: Tensor) -> Tensor:
