@@ -14,8 +14,14 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.runtime.host_compile import library
+from inflight_kernels.torch_ops import kv_quantization
 from inflight_kernels.torch_ops import transformer as definitions
-from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
+from inflight_kernels.torch_ops.kv_quantization import (
+    KVMemory,
+    QuantizedKV,
+    holds_spread_keys,
+    spread_bits,
+)
 from inflight_kernels.torch_ops.transformer import AttentionPlan, SingleRows
 
 _MAX_GROUP, _MAX_DIM, _LANES = 16, 256, 8
@@ -35,8 +41,27 @@ class _Attention(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("table_width", "block_size", "heads", "kv_heads", "dim", "window")
         ),
+        ("cached", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
         ("scale", ctypes.c_float),
     ]
+
+
+class _Bytes(ctypes.Structure):
+    """`Bytes` of the C source."""
+
+    _fields_ = [
+        ("blocks", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("block_stride", "block_size", "heads", "dim", "cached")
+        ),
+    ]
+
+
+_FLOATS = 0
+_CACHED = {torch.float8_e4m3fn: 1, torch.int8: 2}
+"""`Cached` of the C source."""
 
 
 @functools.cache
@@ -46,6 +71,8 @@ def _functions() -> ctypes.CDLL:
         "rms_norm": (pointer, pointer, pointer, ctypes.c_float, number, number, pointer, pointer),
         "rotate": (pointer, number, pointer, pointer, number, number, number),
         "write_rows": (pointer, number, pointer, number, number, pointer),
+        "write_bytes": (pointer, number, pointer, number, pointer, number, number),
+        "spread_rows": (pointer, number, number, number, number, number, pointer),
         "silu_mul": (pointer, number, number, pointer),
         "attend_rows": (pointer, number, number),
     }
@@ -97,10 +124,10 @@ def write_kv(
     k: Tensor, v: Tensor, k_cache: KVMemory, v_cache: KVMemory, slot_mapping: Tensor
 ) -> None:
     """See `torch_ops.transformer.write_kv`."""
-    if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
-        definitions.write_kv(k, v, k_cache, v_cache, slot_mapping)
-        return
     for rows, cache in ((k, k_cache), (v, v_cache)):
+        if isinstance(cache, QuantizedKV):
+            _write_bytes(rows, cache, slot_mapping, are_keys=rows is k)
+            continue
         count, heads, dim = rows.shape
         _functions().write_rows(
             rows.data_ptr(),
@@ -110,6 +137,46 @@ def write_kv(
             heads * dim,
             cache.data_ptr(),
         )
+
+
+def _write_bytes(rows: Tensor, cache: QuantizedKV, slots: Tensor, *, are_keys: bool) -> None:
+    """Quantise rows [T, G, D], contiguous in heads, into slots [T] of a layer's memory."""
+    to = _bytes(cache)
+    if to is None:
+        write = kv_quantization.write_keys if are_keys else kv_quantization.write
+        write(rows, cache, slots)
+        return
+    count, _, dim = rows.shape
+    bits = spread_bits(dim)[1] if are_keys and holds_spread_keys(cache) else 0
+    _functions().write_bytes(
+        rows.data_ptr(),
+        rows.stride(0),
+        slots.data_ptr(),
+        count,
+        ctypes.byref(to),
+        are_keys,
+        bits,
+    )
+
+
+def _bytes(memory: QuantizedKV) -> _Bytes | None:
+    """Of the C source; None for a part of each vector (`kv_quantization.first_columns`)."""
+    values = memory.values
+    _, block_size, heads, dim = values.shape
+    if values.stride()[1:] != (heads * dim, dim, 1):
+        return None
+    return _Bytes(
+        values.data_ptr(), values.stride(0), block_size, heads, dim, _CACHED[values.dtype]
+    )
+
+
+def spread_queries(q: Tensor) -> Tensor:
+    """See `torch_ops.kv_quantization.spread_queries`; heads of a row beside each other."""
+    num_rows, heads, dim = q.shape
+    out = torch.empty(q.shape)
+    bits, _ = spread_bits(dim)
+    _functions().spread_rows(q.data_ptr(), q.stride(0), num_rows, heads, dim, bits, out.data_ptr())
+    return out
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -134,33 +201,59 @@ def attend(
 ) -> Tensor:
     """See `torch_ops.transformer.attend`.
 
-    Caps, sinks, 8-bit caches and heads of other shapes are left to torch; so are chunks of several
-    queries, for which its matrix products are faster. With `each` they are not: a query attends on
-    its own, and its result does not depend on the chunk that it is in.
+    Caps, sinks and heads of other shapes are left to torch; so are chunks of several queries, for
+    which its matrix products are faster. With `each` they are not: a query attends on its own, and
+    its result does not depend on the chunk that it is in.
     """
-    if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
+    if cap or sinks is not None or not _fits(q, k_cache, v_cache):
         return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
-    if cap or sinks is not None or not _fits(q, k_cache):
-        return definitions.attend(q, k_cache, v_cache, plan, scale, cap, sinks)
+    if holds_spread_keys(k_cache):
+        q = spread_queries(q)
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
-    alone = plan.every if each else plan.single
-    _attend_rows(q, k_cache, v_cache, plan, alone, scale, out)
-    for piece in () if each else plan.pieces:
-        rows = slice(piece.start, piece.end)
-        out[rows] = definitions.attend_chunk(q[rows], k_cache, v_cache, piece, scale)
+    if not each:
+        _attend_rows(q, k_cache, v_cache, plan, plan.single, scale, out)
+        for piece in plan.pieces:
+            rows = slice(piece.start, piece.end)
+            out[rows] = definitions.attend_chunk(q[rows], k_cache, v_cache, piece, scale)
+    elif isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
+        _attend_rows(q, k_cache, v_cache, plan, plan.single, scale, out)
+        _attend_gathered(q, k_cache, v_cache, plan, scale, out)
+    else:
+        _attend_rows(q, k_cache, v_cache, plan, plan.every, scale, out)
     return out
 
 
-def _fits(q: Tensor, k_cache: Tensor) -> bool:
+def _attend_gathered(
+    q: Tensor,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
+    plan: AttentionPlan,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attention of chunks of several tokens, whose rows would each dequantise the same keys."""
+    if len(plan.single.rows) == len(q):
+        return
+    blocks, rows = plan.gathered
+    k, v = (
+        kv_quantization.read_blocks(cache, blocks, torch.float32) for cache in (k_cache, v_cache)
+    )
+    _attend_rows(q, k, v, plan, rows, scale, out)
+
+
+def _fits(q: Tensor, k_cache: KVMemory, v_cache: KVMemory) -> bool:
     """Whether the kernel takes these shapes."""
     _, heads, dim = q.shape
+    for cache in (k_cache, v_cache):
+        if isinstance(cache, QuantizedKV) and _bytes(cache) is None:
+            return False
     return dim % _LANES == 0 and dim <= _MAX_DIM and heads // k_cache.shape[2] <= _MAX_GROUP
 
 
 def _attend_rows(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVMemory,
+    v_cache: KVMemory,
     plan: AttentionPlan,
     which: SingleRows,
     scale: float,
@@ -170,19 +263,24 @@ def _attend_rows(
     if not which.num_keys:
         return
     _, heads, dim = q.shape
+    keys, values = (
+        cache.values if isinstance(cache, QuantizedKV) else cache for cache in (k_cache, v_cache)
+    )
     attention = _Attention(
         q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
         out.data_ptr(),
         q.stride(0),
         *which.pointers,
         which.tables.shape[1],
-        k_cache.shape[1],
+        keys.shape[1],
         heads,
-        k_cache.shape[2],
+        keys.shape[2],
         dim,
         plan.window,
+        _CACHED.get(keys.dtype, _FLOATS),
+        keys.stride(0),
         scale,
     )
     threads = torch.get_num_threads() if which.num_keys * dim > _PARALLEL_WORK else 1

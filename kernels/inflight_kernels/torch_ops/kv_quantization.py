@@ -72,7 +72,7 @@ def holds_spread_keys(keys: KVMemory) -> bool:
 
 def spread_queries(q: Tensor) -> Tensor:
     """Queries [..., D] for keys of `spread_keys`."""
-    return _spread(q, _spread_bits(q.shape[-1]) // 2).to(q.dtype)
+    return _spread(q, spread_bits(q.shape[-1])[0]).to(q.dtype)
 
 
 def spread_keys(k: Tensor) -> Tensor:
@@ -82,15 +82,18 @@ def spread_keys(k: Tensor) -> Tensor:
     multiply them by the number of columns of a block; each side takes about half of that power of
     two off, which loses no bit.
     """
-    bits = _spread_bits(k.shape[-1])
-    return _spread(k, bits - bits // 2)
+    return _spread(k, spread_bits(k.shape[-1])[1])
 
 
-def _spread_bits(head_dim: int) -> int:
-    """Log 2 of the columns that are spread over each other: a block of either half of a head. For a
-    head dim that is a power of two these are all."""
+def spread_bits(head_dim: int) -> tuple[int, int]:
+    """Log 2 of what `spread_queries` and `spread_keys` divide by.
+
+    Together, that of the columns that are spread over each other: a block of either half of a head.
+    For a head dim that is a power of two these are all.
+    """
     half = head_dim // 2
-    return (half & -half).bit_length()
+    bits = (half & -half).bit_length()
+    return bits // 2, bits - bits // 2
 
 
 def _spread(x: Tensor, bits: int) -> Tensor:

@@ -387,8 +387,39 @@ class AttentionPlan:
         runs = np.flatnonzero((rows - query_start[owners]) % most == 0)
         return self._rows(rows, owners, keys, runs)
 
-    def _rows(self, rows: Ints, owners: Ints, seq_lens: Ints, runs: Ints) -> SingleRows:
-        parts = (rows, owners, self._step[0], seq_lens, np.append(runs, len(rows)))
+    @functools.cached_property
+    def gathered(self) -> tuple[Tensor, SingleRows]:
+        """The blocks of all chunks of several tokens, and all rows of these, whose tables have
+        numbers among these blocks."""
+        _, query_start, *_ = self._step
+        tables, num_blocks, kv_lens = self._reads
+        q_lens = np.diff(query_start)
+        chunks = np.flatnonzero(q_lens > 1)
+        blocks = [tables[chunk, : num_blocks[chunk]] for chunk in chunks]
+        places = np.zeros((len(chunks), max(map(len, blocks), default=0)), np.int64)
+        begin = 0
+        for row, own in zip(places, blocks, strict=True):
+            row[: len(own)] = np.arange(begin, begin + len(own))
+            begin += len(own)
+        rows = np.flatnonzero(np.repeat(q_lens > 1, q_lens))
+        owners = np.repeat(np.arange(len(chunks)), q_lens[chunks])
+        starts = query_start[chunks][owners]
+        keys = (kv_lens - q_lens)[chunks][owners] + rows - starts + 1
+        most = 1 if self.window else MAX_RUN
+        runs = np.flatnonzero((rows - starts) % most == 0)
+        found = self._rows(rows, owners, keys, runs, places)
+        return torch.from_numpy(np.concatenate(blocks, dtype=np.int64)), found
+
+    def _rows(
+        self, rows: Ints, owners: Ints, seq_lens: Ints, runs: Ints, tables: Ints | None = None
+    ) -> SingleRows:
+        parts = (
+            rows,
+            owners,
+            self._step[0] if tables is None else tables,
+            seq_lens,
+            np.append(runs, len(rows)),
+        )
         rows, owners, tables, lens, runs = (np.ascontiguousarray(part, np.int64) for part in parts)
         pointers = tuple(part.ctypes.data for part in (rows, owners, tables, lens, runs))
         return SingleRows(rows, owners, tables, lens, runs, int(lens.sum()), pointers)

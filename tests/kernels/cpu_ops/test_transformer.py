@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from inflight_kernels.cpu_ops import transformer as kernels
+from inflight_kernels.torch_ops import kv_quantization
 from inflight_kernels.torch_ops import transformer as definitions
+from inflight_kernels.torch_ops.kv_quantization import QuantizedKV
 from inflight_kernels.torch_ops.transformer import AttentionPlan
 
 
@@ -191,3 +193,128 @@ def test_keys_and_values_are_written_to_their_slots() -> None:
     assert torch.equal(k_cache.flatten(0, 1)[slots], qkv[:, 2:4])
     assert torch.equal(v_cache.flatten(0, 1)[slots], qkv[:, 4:])
     assert torch.count_nonzero(k_cache) == torch.count_nonzero(qkv[:, 2:4])
+
+
+# ---------------------------------------------------------------- caches of 8 bits
+
+each_type = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+
+
+def quantized(
+    step: Step, dtype: torch.dtype, unwritten: int = 255
+) -> tuple[QuantizedKV, QuantizedKV]:
+    """The caches of a step in 8 bits. What no sequence has written has this byte; scales of 255 are
+    NaN."""
+    found = []
+    for rows, write in (
+        (step.k, kv_quantization.write_keys),
+        (step.v, kv_quantization.write),
+    ):
+        num_blocks, block_size, heads, dim = rows.shape
+        data = torch.full((num_blocks, block_size, heads, dim + 2), unwritten).byte()
+        memory = kv_quantization.of_blocks(data, dtype)
+        slots = (~rows.flatten(0, 1).isnan().flatten(1).any(1)).nonzero()[:, 0]
+        write(rows.flatten(0, 1)[slots], memory, slots)
+        found.append(memory)
+    return found[0], found[1]
+
+
+@each_type
+@pytest.mark.parametrize("dim", [2, 6, 8, 48, 64, 80, 128, 256])
+def test_bytes_and_scales_are_those_of_the_definition(dim: int, dtype: torch.dtype) -> None:
+    """Bit by bit, of vectors of all sizes, with large columns, zero, NaN and infinite ones."""
+    generator = torch.Generator().manual_seed(dim)
+    k = torch.randn(300, 3, dim, generator=generator)
+    k *= 10 ** torch.empty(300, 3, 1).uniform_(-6, 7, generator=generator)
+    k[:100, :, dim // 2] *= 20
+    k[5], k[8], k[9] = 0.0, 3e8, 1e-41
+    k[6, 1, 0], k[7, 0, 1] = math.nan, -math.inf
+    v = k.flip(0)
+    slots = torch.randperm(640, generator=generator)[:300]
+    data = torch.zeros(2, 2, 40, 16, 3, dim + 2, dtype=torch.uint8)
+    found, expected = ([kv_quantization.of_blocks(one, dtype) for one in kv] for kv in data)
+    kernels.write_kv(k, v.contiguous(), found[0], found[1], slots)
+    definitions.write_kv(k, v, expected[0], expected[1], slots)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+        same = ours.scales == theirs.scales
+        assert (same | (ours.scales.isnan() & theirs.scales.isnan())).all()
+    assert found[0].scales.isnan().any() and found[0].scales.isinf().any()
+
+
+@each_type
+def test_heads_inside_of_rows_are_written(dtype: torch.dtype) -> None:
+    qkv = torch.randn(5, 8, 16)
+    data = torch.zeros(2, 2, 4, 4, 2, 18, dtype=torch.uint8)
+    found, expected = ([kv_quantization.of_blocks(one, dtype) for one in kv] for kv in data)
+    slots = torch.tensor([9, 2, 15, 0, 7])
+    kernels.write_kv(qkv[:, 4:6], qkv[:, 6:], found[0], found[1], slots)
+    definitions.write_kv(qkv[:, 4:6], qkv[:, 6:], expected[0], expected[1], slots)
+    assert torch.equal(data[0], data[1]) and data[0].any()
+
+
+@each_type
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 1, 8), (5, 1, 72), (16, 1, 256), (4, 2, 12)],
+)
+@pytest.mark.parametrize("window", [0, 7, 40])
+def test_attention_of_bytes(
+    heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype
+) -> None:
+    """Single rows and chunks; heads of 12 are left to torch."""
+    lengths = [1, 16, 17, 100, 333, 50]
+    step = Step([1, 1, 2, 1, 30, 11], lengths, heads, kv_heads, dim, 16, window)
+    zeroed = quantized(step, dtype, unwritten=0)  # torch reads whole blocks
+    blocks = torch.arange(len(step.k))
+    floats = [kv_quantization.read_blocks(memory, blocks, torch.float32) for memory in zeroed]
+    q = kv_quantization.spread_queries(step.q) if dtype == torch.int8 else step.q
+    expected = definitions.attend(q, *floats, step.plan, step.scale)
+    found = kernels.attend(step.q, *zeroed, step.plan, step.scale)
+    torch.testing.assert_close(found, expected, atol=3e-6, rtol=3e-5)
+    memories = quantized(step, dtype) if dim % 8 == 0 else zeroed
+    found = kernels.attend(step.q, *memories, step.plan, step.scale, each=True)
+    torch.testing.assert_close(found, expected, atol=3e-6, rtol=3e-5)
+
+
+@each_type
+@pytest.mark.parametrize("window", [0, 10])
+def test_a_query_of_bytes_has_the_same_bits_in_any_chunk(window: int, dtype: torch.dtype) -> None:
+    step = Step([30, 3], [50, 40], 4, 2, 16, window=window)
+    k, v = quantized(step, dtype)
+    whole = kernels.attend(step.q, k, v, step.plan, step.scale, each=True)
+    for first, last in ((0, 1), (1, 8), (8, 29), (29, 30)):
+        plan = AttentionPlan(
+            step.tables[:1], np.array([0, last - first]), np.array([20 + last]), 16, window=window
+        )
+        part = kernels.attend(step.q[first:last], k, v, plan, step.scale, each=True)
+        assert torch.equal(part, whole[first:last])
+
+
+@each_type
+def test_a_vector_that_is_not_finite_is_nan_to_its_sequence_alone(dtype: torch.dtype) -> None:
+    step = Step([1, 1, 3], [20, 20, 9], 2, 1, 8)
+    step.v[int(step.tables[0, 0]), 3, 0, 1] = math.inf
+    data = torch.zeros(2, *step.k.shape[:3], 10, dtype=torch.uint8)
+    k, v = (kv_quantization.of_blocks(one, dtype) for one in data)
+    slots = torch.arange(step.k.shape[0] * 16)
+    rows = [one.nan_to_num(0.0, posinf=math.inf).flatten(0, 1) for one in (step.k, step.v)]
+    kernels.write_kv(rows[0], rows[1], k, v, slots)
+    for each in (False, True):
+        found = kernels.attend(step.q, k, v, step.plan, step.scale, each=each)
+        assert found[0].isnan().all() and found[1:].isfinite().all()
+
+
+@each_type
+def test_a_part_of_each_vector_is_left_to_torch(dtype: torch.dtype) -> None:
+    """As latents share their memory with keys: they are the first columns of it."""
+    data = torch.zeros(3, 16, 1, 34, dtype=torch.uint8)
+    memory = kv_quantization.of_blocks(data, dtype)
+    part = kv_quantization.first_columns(memory, 16)
+    assert isinstance(part, QuantizedKV)
+    rows = torch.randn(40, 1, 32)
+    kv_quantization.write(rows, memory, torch.arange(40))
+    plan = AttentionPlan(np.arange(3)[None], np.array([0, 1]), np.array([40]), 16)
+    q = torch.randn(1, 4, 32)
+    found = kernels.attend(q, memory, part, plan, 0.2)
+    assert torch.equal(found, definitions.attend(q, memory, part, plan, 0.2))

@@ -7,6 +7,7 @@
 
 #include <math.h>
 
+#include "kv_bytes.h"
 #include "pool.h"
 #include "vectors.h"
 
@@ -22,7 +23,7 @@ enum {
 };
 
 typedef struct {
-    const float *q, *k_cache, *v_cache;
+    const float *q, *k_cache, *v_cache;  // caches of floats, or of 8 bits
     float* out;
     int64_t q_stride;         // floats from one row of q to the next
     const int64_t* rows;      // of q and out
@@ -31,6 +32,8 @@ typedef struct {
     const int64_t* seq_lens;  // keys of each row
     const int64_t* runs;      // the first row of each run, and their end
     int64_t table_width, block_size, heads, kv_heads, dim, window;
+    int64_t cached;        // type of the caches
+    int64_t block_stride;  // of caches of 8 bits: bytes from one block to the next
     float scale;
 } Attention;
 
@@ -155,6 +158,19 @@ INLINE void prefetch(const float* rows, int64_t step, int64_t dim) {
             __builtin_prefetch(rows + row * step + column);
 }
 
+// The floats [count, dim] of a head's keys, or values, from a slot on, in a block of 8 bits.
+static void dequantize(const Attention* a, const float* cache, int64_t slot, int64_t head,
+                       int64_t count, float* to) {
+    Bytes all = {(uint8_t*)cache, a->block_stride, a->block_size, a->kv_heads, a->dim, a->cached};
+    int64_t block = slot / a->block_size, offset = slot % a->block_size;
+    for (int64_t key = 0; key < count; key++, to += a->dim) {
+        const uint8_t* bytes = bytes_of(&all, block, offset + key, head);
+        float scale = float_of_half(*scale_of(&all, block, offset + key, head));
+        for (int64_t column = 0; column < a->dim; column += LANES)
+            store(to + column, numbers_of(bytes + column, (Cached)a->cached) * scale);
+    }
+}
+
 // The queries of a run of rows of one sequence, each with a key more than the one before, that
 // share a key head.
 static void attend_run(const void* context, int64_t index) {
@@ -164,6 +180,7 @@ static void attend_run(const void* context, int64_t index) {
     int64_t group = a->heads / a->kv_heads, dim = a->dim, step = a->kv_heads * dim;
     const int64_t* table = a->tables + a->owners[begin] * a->table_width;
     const int64_t* seq_lens = a->seq_lens + begin;
+    float decoded[2][LANES * MAX_DIM] __attribute__((aligned(64)));  // of 8 bits
     Queries all;
     all.group = group, all.count = rows * group, all.dim = dim;
     for (int64_t at = 0; at < all.count; at++) {
@@ -187,17 +204,21 @@ static void attend_run(const void* context, int64_t index) {
             counts[row] = own < count ? own : count;
             if (own <= 0) seen = row + 1;
         }
-        const float* keys = a->k_cache + slot * step + kv_head * dim;
-        const float* values = a->v_cache + slot * step + kv_head * dim;
-        int64_t later = first + AHEAD;
-        if (later < end) {
+        const float *keys = a->k_cache + slot * step + kv_head * dim,
+                    *values = a->v_cache + slot * step + kv_head * dim;
+        int64_t apart = step, later = first + AHEAD;
+        if (a->cached != FLOATS) {
+            dequantize(a, a->k_cache, slot, kv_head, count, decoded[0]);
+            dequantize(a, a->v_cache, slot, kv_head, count, decoded[1]);
+            keys = decoded[0], values = decoded[1], apart = dim;
+        } else if (later < end) {
             slot = table[later / a->block_size] * a->block_size + later % a->block_size;
             prefetch(a->k_cache + slot * step + kv_head * dim, step, dim);
             prefetch(a->v_cache + slot * step + kv_head * dim, step, dim);
         }
-        weigh(&all, seen * group, keys, counts, step, a->scale);
+        weigh(&all, seen * group, keys, counts, apart, a->scale);
         for (int64_t at = seen * group; at < all.count; at++)
-            add_values(&all, at, values, counts[at / group], step);
+            add_values(&all, at, values, counts[at / group], apart);
         first += count;
     }
     for (int64_t at = 0; at < all.count; at++) {
