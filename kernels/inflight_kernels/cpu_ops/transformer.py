@@ -216,6 +216,7 @@ def attend(
             rows = slice(piece.start, piece.end)
             out[rows] = definitions.attend_chunk(q[rows], k_cache, v_cache, piece, scale)
     elif isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
+        # Rows of a chunk would each convert the same keys.
         _attend_rows(q, k_cache, v_cache, plan, plan.single, scale, out)
         _attend_gathered(q, k_cache, v_cache, plan, scale, out)
     else:
@@ -231,7 +232,7 @@ def _attend_gathered(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attention of chunks of several tokens, whose rows would each dequantise the same keys."""
+    """Attention of chunks of several tokens over their blocks as floats."""
     if len(plan.single.rows) == len(q):
         return
     blocks, rows = plan.gathered
@@ -242,11 +243,11 @@ def _attend_gathered(
 
 
 def _fits(q: Tensor, k_cache: KVMemory, v_cache: KVMemory) -> bool:
-    """Whether the kernel takes these shapes."""
+    """Whether the kernel takes these shapes and types."""
     _, heads, dim = q.shape
-    for cache in (k_cache, v_cache):
-        if isinstance(cache, QuantizedKV) and _bytes(cache) is None:
-            return False
+    quantized = [cache for cache in (k_cache, v_cache) if isinstance(cache, QuantizedKV)]
+    if len(quantized) == 1 or any(_bytes(cache) is None for cache in quantized):
+        return False
     return dim % _LANES == 0 and dim <= _MAX_DIM and heads // k_cache.shape[2] <= _MAX_GROUP
 
 

@@ -1,9 +1,9 @@
 // Attention of queries over the blocks of their sequences, in float32: one pass over the keys with
 // a running maximum (arXiv:2205.14135, its online softmax), LANES keys at a time.
 //
-// The queries of a task share its keys, which are read once for all of them. Each has its own sums,
-// in one order: its result does not depend on the others. With vectors of 512 bits the order, and
-// so some texts, would differ between CPUs.
+// The queries of a task share its keys, which are read once for all of them, and converted if they
+// have 8 bits. Each has its own sums, in one order: its result does not depend on the others. With
+// vectors of 512 bits the order, and so some texts, would differ between CPUs.
 
 #include <math.h>
 

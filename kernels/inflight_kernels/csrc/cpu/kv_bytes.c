@@ -1,5 +1,4 @@
-// Writes keys and values of 8 bits, with the same bits as torch_ops/kv_quantization.py, in whose
-// terms each step is an operation of torch on all vectors.
+// Quantises keys and values to 8 bits, bit by bit as torch_ops/kv_quantization.py defines it.
 
 #include "kv_bytes.h"
 
