@@ -141,12 +141,19 @@ def write_kv(
 
 def _write_bytes(rows: Tensor, cache: QuantizedKV, slots: Tensor, *, are_keys: bool) -> None:
     """Quantise rows [T, G, D], contiguous in heads, into slots [T] of a layer's memory."""
-    to = _bytes(cache)
-    if to is None:
+    if not _is_whole(cache):
         write = kv_quantization.write_keys if are_keys else kv_quantization.write
         write(rows, cache, slots)
         return
-    count, _, dim = rows.shape
+    values, (count, heads, dim) = cache.values, rows.shape
+    to = _Bytes(
+        values.data_ptr(),
+        values.stride(0),
+        values.shape[1],
+        heads,
+        dim,
+        _CACHED[values.dtype],
+    )
     bits = spread_bits(dim)[1] if are_keys and holds_spread_keys(cache) else 0
     _functions().write_bytes(
         rows.data_ptr(),
@@ -159,15 +166,11 @@ def _write_bytes(rows: Tensor, cache: QuantizedKV, slots: Tensor, *, are_keys: b
     )
 
 
-def _bytes(memory: QuantizedKV) -> _Bytes | None:
-    """Of the C source; None for a part of each vector (`kv_quantization.first_columns`)."""
-    values = memory.values
-    _, block_size, heads, dim = values.shape
-    if values.stride()[1:] != (heads * dim, dim, 1):
-        return None
-    return _Bytes(
-        values.data_ptr(), values.stride(0), block_size, heads, dim, _CACHED[values.dtype]
-    )
+def _is_whole(memory: QuantizedKV) -> bool:
+    """Whether it is no part of each vector (`kv_quantization.first_columns`), but blocks as C knows
+    them."""
+    _, _, heads, dim = memory.shape
+    return memory.values.stride()[1:] == (heads * dim, dim, 1)
 
 
 def spread_queries(q: Tensor) -> Tensor:
@@ -246,7 +249,7 @@ def _fits(q: Tensor, k_cache: KVMemory, v_cache: KVMemory) -> bool:
     """Whether the kernel takes these shapes and types."""
     _, heads, dim = q.shape
     quantized = [cache for cache in (k_cache, v_cache) if isinstance(cache, QuantizedKV)]
-    if len(quantized) == 1 or any(_bytes(cache) is None for cache in quantized):
+    if len(quantized) == 1 or not all(map(_is_whole, quantized)):
         return False
     return dim % _LANES == 0 and dim <= _MAX_DIM and heads // k_cache.shape[2] <= _MAX_GROUP
 

@@ -307,6 +307,14 @@ class SingleRows:
     pointers: tuple[int, ...]
 
 
+def _single_rows(rows: Ints, owners: Ints, tables: Ints, seq_lens: Ints, runs: Ints) -> SingleRows:
+    """As the fields of `SingleRows`, whose last run ends with the rows."""
+    parts = (rows, owners, tables, seq_lens, np.append(runs, len(rows)))
+    rows, owners, tables, lens, runs = (np.ascontiguousarray(part, np.int64) for part in parts)
+    pointers = tuple(part.ctypes.data for part in (rows, owners, tables, lens, runs))
+    return SingleRows(rows, owners, tables, lens, runs, int(lens.sum()), pointers)
+
+
 class AttentionPlan:
     """How `attend` splits a step's chunks into batched decode rows and single longer chunks.
 
@@ -372,57 +380,38 @@ class AttentionPlan:
     @functools.cached_property
     def single(self) -> SingleRows:
         """The chunks of one token."""
-        _, query_start, seq_lens, *_ = self._step
-        starts = query_start[self._single]
-        return self._rows(starts, self._single, seq_lens[self._single], np.arange(len(starts)))
+        tables, query_start, seq_lens, *_ = self._step
+        starts, alone = query_start[self._single], np.arange(len(self._single))
+        return _single_rows(starts, self._single, tables, seq_lens[self._single], alone)
 
     @functools.cached_property
     def every(self) -> SingleRows:
         """All rows."""
-        _, query_start, seq_lens, *_ = self._step
-        rows = np.arange(query_start[-1])
-        owners = np.repeat(np.arange(len(seq_lens)), np.diff(query_start))
-        keys = seq_lens[owners] - (query_start[owners + 1] - 1 - rows)
-        most = 1 if self.window else MAX_RUN
-        runs = np.flatnonzero((rows - query_start[owners]) % most == 0)
-        return self._rows(rows, owners, keys, runs)
+        tables, _, seq_lens, *_ = self._step
+        return self._rows_of(np.arange(len(seq_lens)), tables, seq_lens)
 
     @functools.cached_property
     def gathered(self) -> tuple[Tensor, SingleRows]:
-        """The blocks of all chunks of several tokens, and all rows of these, whose tables have
-        numbers among these blocks."""
+        """The blocks of all chunks of several tokens, at least one, and all rows of these, whose
+        tables have numbers among these blocks."""
         _, query_start, *_ = self._step
         tables, num_blocks, kv_lens = self._reads
-        q_lens = np.diff(query_start)
-        chunks = np.flatnonzero(q_lens > 1)
-        blocks = [tables[chunk, : num_blocks[chunk]] for chunk in chunks]
-        places = np.zeros((len(chunks), max(map(len, blocks), default=0)), np.int64)
-        begin = 0
-        for row, own in zip(places, blocks, strict=True):
-            row[: len(own)] = np.arange(begin, begin + len(own))
-            begin += len(own)
-        rows = np.flatnonzero(np.repeat(q_lens > 1, q_lens))
-        owners = np.repeat(np.arange(len(chunks)), q_lens[chunks])
-        starts = query_start[chunks][owners]
-        keys = (kv_lens - q_lens)[chunks][owners] + rows - starts + 1
-        most = 1 if self.window else MAX_RUN
-        runs = np.flatnonzero((rows - starts) % most == 0)
-        found = self._rows(rows, owners, keys, runs, places)
-        return torch.from_numpy(np.concatenate(blocks, dtype=np.int64)), found
+        chunks = np.flatnonzero(np.diff(query_start) > 1)
+        counts = num_blocks[chunks]
+        # A table's entries past a sequence's length are not read.
+        places = (np.cumsum(counts) - counts)[:, None] + np.arange(counts.max())
+        blocks = tables[chunks, : counts.max()][np.arange(counts.max()) < counts[:, None]]
+        return torch.from_numpy(blocks), self._rows_of(chunks, places, kv_lens[chunks])
 
-    def _rows(
-        self, rows: Ints, owners: Ints, seq_lens: Ints, runs: Ints, tables: Ints | None = None
-    ) -> SingleRows:
-        parts = (
-            rows,
-            owners,
-            self._step[0] if tables is None else tables,
-            seq_lens,
-            np.append(runs, len(rows)),
-        )
-        rows, owners, tables, lens, runs = (np.ascontiguousarray(part, np.int64) for part in parts)
-        pointers = tuple(part.ctypes.data for part in (rows, owners, tables, lens, runs))
-        return SingleRows(rows, owners, tables, lens, runs, int(lens.sum()), pointers)
+    def _rows_of(self, chunks: Ints, tables: Ints, seq_lens: Ints) -> SingleRows:
+        """All rows of chunks that have these tables and keys."""
+        _, query_start, *_ = self._step
+        starts, q_lens = query_start[chunks], np.diff(query_start)[chunks]
+        owners = np.repeat(np.arange(len(chunks)), q_lens)
+        places = np.arange(len(owners)) - (np.cumsum(q_lens) - q_lens)[owners]
+        keys = (seq_lens - q_lens)[owners] + places + 1
+        runs = np.flatnonzero(places % (1 if self.window else MAX_RUN) == 0)
+        return _single_rows(starts[owners] + places, owners, tables, keys, runs)
 
     @functools.cached_property
     def groups(self) -> list[DecodeGroup]:
