@@ -204,6 +204,14 @@ __device__ inline void pdl_wait() {
 #endif
 }
 
+// A launch fetches its instructions anew, and a kernel with little work waits for them longer than
+// its work takes. If they begin before the preceding kernel has ended, its blocks may rehearse:
+// they compute all with zeros instead of what they will read, and write nothing, before pdl_wait.
+// With more than 64 tokens, a block for each, the products before leave no registers beside them.
+constexpr int MAX_REHEARSING_BLOCKS = 64;
+
+__device__ inline bool rehearses() { return HAS_PDL && gridDim.x <= MAX_REHEARSING_BLOCKS; }
+
 // Let the next kernel start, up to its own pdl_wait(), once all blocks have called this. Calling it
 // before a kernel's own wait lets a whole chain of kernels start, whose blocks then compete for
 // multiprocessors: useful only if the next kernel has much to do before its wait.

@@ -16,6 +16,7 @@ from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops import cache
 from inflight_kernels.ops.attention import operands
 from inflight_kernels.ops.attention.dispatch import HEAD_DIMS, HeadsShape
+from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.runtime.launch import is_hopper, num_multiprocessors
 from inflight_kernels.torch_ops import kv_quantization, transformer
@@ -297,8 +298,14 @@ class Written:
     kv: PagedKV
     heads: tuple[int, int, int]
 
-    def run(self, q_out: Tensor, qk_norm: QkNorm | None = None) -> None:
-        rope_write_kv(self.qkv, self.rope, self.kv, q_out=q_out, qk_norm=qk_norm)
+    def run(self, q_out: Tensor, qk_norm: QkNorm | None = None, *, overlaps: bool = False) -> None:
+        rope_write_kv(
+            *(self.qkv, self.rope, self.kv),
+            q_out=q_out,
+            qk_norm=qk_norm,
+            history_ready=overlaps,
+            pdl=overlaps,
+        )
 
     def expected(self, qk_norm: QkNorm | None) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads, head_dim = self.heads
@@ -343,6 +350,33 @@ def rows_of(memory: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
     others[slots] = False
     assert (values[others] == 255).all() and scales[others].isnan().all()
     return values[slots].view(memory.values.dtype), scales[slots]
+
+
+@each_type
+@pytest.mark.parametrize("tokens", [1, 64, 65])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_a_step_is_written_after_the_projection_that_it_overlaps(
+    dtype: torch.dtype, tokens: int, normed: bool
+) -> None:
+    """Up to 64 tokens are rehearsed while it still runs: what is computed then must not show."""
+    step = make_written(tokens, (32, 8, 128), dtype)
+    weights = [torch.randn(128, device="cuda") for _ in range(2)]
+    qk_norm = QkNorm(weights[0], weights[1], EPS) if normed else None
+    x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(step.qkv.shape[1], 4096, device="cuda", dtype=torch.bfloat16) / 64
+    project = skinny_gemm.linear if tokens <= skinny_gemm.MAX_TOKENS else gemm.linear
+    expected = torch.empty(tokens, 32, 128, dtype=torch.bfloat16, device="cuda")
+    project(x, weight, out=step.qkv)
+    step.run(expected, qk_norm)
+    data = step.data.clone()
+    for _ in range(5):
+        q_out = torch.full_like(expected, torch.nan)
+        step.qkv.fill_(torch.nan)
+        step.data.fill_(255)
+        project(x, weight, out=step.qkv, pdl=True)
+        step.run(q_out, qk_norm, overlaps=True)
+        assert torch.equal(q_out, expected)
+        assert torch.equal(step.data, data)
 
 
 @each_type

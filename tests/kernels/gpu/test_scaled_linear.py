@@ -198,6 +198,27 @@ def test_a_broken_token_breaks_no_other(tokens: int) -> None:
     assert torch.equal(dirty[others], clean[others])
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 65, 300])
+@pytest.mark.parametrize("size", [2048, 8192])
+def test_a_chain_of_norms_replays_from_a_graph(tokens: int, size: int) -> None:
+    """Up to 64 rows are rehearsed while the product before still writes them: what is computed then
+    must not show. Of 8192 columns, a thread has two vectors."""
+    weights = [_quantized(size, size, scale=size**-0.5) for _ in range(2)]
+    norm = torch.rand(size, device="cuda") + 0.5
+    states = [_random(tokens, size), *(_random(tokens, size) for _ in weights)]
+    totals = [_random(tokens, size), *(_random(tokens, size) for _ in weights)]
+    rows = ScaledRows.empty(tokens, size, "cuda", VALUES)
+
+    def chain(pdl: bool) -> None:
+        for i, weight in enumerate(weights):
+            residual, total = totals[i], totals[i + 1]
+            rms_norm(states[i], norm, EPS, residual, out=rows, total=total, pdl=pdl)
+            _linear(rows, weight, out=states[i + 1], pdl=pdl)
+
+    check_replays(chain, states)
+    check_replays(chain, totals)
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 150, 300])
 def test_a_chain_with_dependent_launches_replays_from_a_graph(tokens: int) -> None:
     """Each layer's x is the layer before's out, quantised: a launch that reads too early shows."""

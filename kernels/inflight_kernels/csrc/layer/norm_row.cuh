@@ -70,105 +70,114 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
         const int column = (i * blockDim.x + threadIdx.x) * N;
         if (column < hidden) load_floats(weight + column, weights[i]);
     }
-    pdl_wait();
-    x.begin();
-
-    typename Rows::Loaded values[VECTORS];
-    uint4 sums[VECTORS][PARTS];  // as they are stored
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-        const int column = (i * blockDim.x + threadIdx.x) * N;
-        if (column < hidden) {
-            values[i] = x.load(row + column, column);
-#pragma unroll
-            for (int part = 0; part < PARTS; part++)
-                if (ADD) sums[i][part] = load_vector(residual + row + column + part * M);
+    // Others would take more registers, of which many rows need few.
+    constexpr bool REHEARSES = VECTORS == 1;
+#pragma unroll 1
+    for (bool real = !REHEARSES || !rehearses();; real = true) {
+        if (real) {
+            pdl_wait();
+            x.begin();
         }
-    }
 
-    float squares[VECTORS] = {};
+        typename Rows::Loaded values[VECTORS] = {};
+        uint4 sums[VECTORS][PARTS] = {};  // as they are stored
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-        const int column = (i * blockDim.x + threadIdx.x) * N;
-        if (column < hidden) {
-            float a[N];
-            x.unpack_to(values[i], a);
-            if constexpr (ADD || PARTS > 1) {
+        for (int i = 0; i < VECTORS; i++) {
+            const int column = (i * blockDim.x + threadIdx.x) * N;
+            if (real && column < hidden) {
+                values[i] = x.load(row + column, column);
 #pragma unroll
-                for (int part = 0; part < PARTS; part++) {
-                    float(&sum)[M] = *reinterpret_cast<float(*)[M]>(a + part * M);
-                    if (ADD) {
-                        float b[M];
-                        unpack<R>(sums[i][part], b);
-#pragma unroll
-                        for (int j = 0; j < M; j++) sum[j] += b[j];
-                    }
-                    sums[i][part] = pack<R>(sum);
-                    store_vector(total + row + column + part * M, sums[i][part]);
-                    unpack<R>(sums[i][part], sum);  // the norm is of the rounded sum
-                }
-            } else {
-                sums[i][0] = values[i];
+                for (int part = 0; part < PARTS; part++)
+                    if (ADD) sums[i][part] = load_vector(residual + row + column + part * M);
             }
-#pragma unroll
-            for (int j = 0; j < N; j++) squares[i] += a[j] * a[j];
         }
-    }
-    const float scale = rsqrtf(row_sum(squares, partial) / hidden + eps);
 
-    // Values of a vector, normed.
-    const auto normed = [&](int i, int column, float(&a)[N]) {
-        float(&w)[N] = weights[EARLY ? i : 0];
-        if (!EARLY) load_floats(weight + column, w);
-#pragma unroll
-        for (int part = 0; part < PARTS; part++)
-            unpack<R>(sums[i][part], *reinterpret_cast<float(*)[M]>(a + part * M));
-#pragma unroll
-        for (int j = 0; j < N; j++) a[j] *= scale * w[j];
-    };
-    if constexpr (SAME<Out, T>) {
+        float squares[VECTORS] = {};
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             const int column = (i * blockDim.x + threadIdx.x) * N;
             if (column < hidden) {
                 float a[N];
-                normed(i, column, a);
-                store_vector(out + row + column, pack<T>(a));
-            }
-        }
-    } else {
-        __shared__ unsigned maxima[32];
-        float spread[SPREADS ? VECTORS : 1][N];  // as they are quantised
-        unsigned largest = 0;
+                x.unpack_to(values[i], a);
+                if constexpr (ADD || PARTS > 1) {
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            const int column = (i * blockDim.x + threadIdx.x) * N;
-            float(&a)[N] = spread[SPREADS ? i : 0];
-            if constexpr (SPREADS) {
-                if (column < hidden) {
-                    normed(i, column, a);
+                    for (int part = 0; part < PARTS; part++) {
+                        float (&sum)[M] = *reinterpret_cast<float (*)[M]>(a + part * M);
+                        if (ADD) {
+                            float b[M];
+                            unpack<R>(sums[i][part], b);
+#pragma unroll
+                            for (int j = 0; j < M; j++) sum[j] += b[j];
+                        }
+                        sums[i][part] = pack<R>(sum);
+                        if (real) store_vector(total + row + column + part * M, sums[i][part]);
+                        unpack<R>(sums[i][part], sum);  // the norm is of the rounded sum
+                    }
                 } else {
-#pragma unroll
-                    for (int j = 0; j < N; j++) a[j] = 0.0f;
+                    sums[i][0] = values[i];
                 }
-                spread_columns(a, spread_bits);
-            } else {
-                if (column >= hidden) continue;
-                normed(i, column, a);
+#pragma unroll
+                for (int j = 0; j < N; j++) squares[i] += a[j] * a[j];
             }
-#pragma unroll
-            for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
         }
-        const RowScale<Out> quantized(block_max(largest, maxima));
-        if (threadIdx.x == 0) scales[x.row()] = quantized.scale;
+        const float scale = rsqrtf(row_sum(squares, partial) / hidden + eps);
+
+        // Values of a vector, normed.
+        const auto normed = [&](int i, int column, float (&a)[N]) {
+            float (&w)[N] = weights[EARLY ? i : 0];
+            if (!EARLY) load_floats(weight + column, w);
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            const int column = (i * blockDim.x + threadIdx.x) * N;
-            if (column < hidden) {
+            for (int part = 0; part < PARTS; part++)
+                unpack<R>(sums[i][part], *reinterpret_cast<float (*)[M]>(a + part * M));
+#pragma unroll
+            for (int j = 0; j < N; j++) a[j] *= scale * w[j];
+        };
+        if constexpr (SAME<Out, T>) {
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                const int column = (i * blockDim.x + threadIdx.x) * N;
+                if (column < hidden) {
+                    float a[N];
+                    normed(i, column, a);
+                    if (real) store_vector(out + row + column, pack<T>(a));
+                }
+            }
+        } else {
+            __shared__ unsigned maxima[32];
+            float spread[SPREADS ? VECTORS : 1][N];  // as they are quantised
+            unsigned largest = 0;
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                const int column = (i * blockDim.x + threadIdx.x) * N;
                 float(&a)[N] = spread[SPREADS ? i : 0];
-                if (!SPREADS) normed(i, column, a);
-                store_bytes<T>(out + row + column, quantized, a);
+                if constexpr (SPREADS) {
+                    if (column < hidden) {
+                        normed(i, column, a);
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < N; j++) a[j] = 0.0f;
+                    }
+                    spread_columns(a, spread_bits);
+                } else {
+                    if (column >= hidden) continue;
+                    normed(i, column, a);
+                }
+#pragma unroll
+                for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
+            }
+            const RowScale<Out> quantized(block_max(largest, maxima));
+            if (real && threadIdx.x == 0) scales[x.row()] = quantized.scale;
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                const int column = (i * blockDim.x + threadIdx.x) * N;
+                if (column < hidden) {
+                    float (&a)[N] = spread[SPREADS ? i : 0];
+                    if (!SPREADS) normed(i, column, a);
+                    if (real) store_bytes<T>(out + row + column, quantized, a);
+                }
             }
         }
+        if (real) return;
+        __syncthreads();
     }
 }

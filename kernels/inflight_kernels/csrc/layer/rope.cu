@@ -106,33 +106,27 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
         load_floats(cos + position * D + column, c);
         load_floats(sin + position * D + HALF + column, s);
     }
-    if (history_ready) pdl_wait();
+    // Only bytes are much work.
+    const bool rehearsed = !SAME<T, C> && history_ready && rehearses();
+    if (history_ready && !rehearsed) pdl_wait();
 
     const T* row = qkv + token * qkv_stride + column;
     // The vectors of the next iteration are loaded during this one.
     uint4 low = {}, high = {};
-    if (lane < LANES && first < all_heads) {
-        low = load_vector(row + first * D);
-        high = load_vector(row + first * D + HALF);
-    }
+    const auto load = [&](int head) {
+        if (lane >= LANES || head >= all_heads) return;
+        low = load_vector(row + head * D);
+        high = load_vector(row + head * D + HALF);
+    };
+    if (!rehearsed) load(first);
     const long long place = slot < 0 ? -1
                                      : static_cast<int>(slot) / block_size * block_stride +
                                            static_cast<int>(slot) % block_size * slot_stride;
 
-    // All lanes of a warp have the same number of iterations: the reduction of NORM needs all of
-    // them.
-    for (int base = 0; base < all_heads; base += heads_at_once) {
-        const int head = base + first;
-        const bool mine = lane < LANES && head < all_heads;
+    // By all lanes of a warp: the reduction of NORM needs all of them. No head is `mine` when it is
+    // rehearsed, with a negative one.
+    const auto process = [&](int head, bool mine, float (&a)[N], float (&b)[N]) {
         const bool rotated = head < num_heads + num_kv_heads;
-        float a[N], b[N];
-        unpack<T>(low, a);
-        unpack<T>(high, b);
-        const int next = head + heads_at_once;
-        if (lane < LANES && next < all_heads) {
-            low = load_vector(row + next * D);
-            high = load_vector(row + next * D + HALF);
-        }
         if (NORM) {
             float squares = 0.0f;
 #pragma unroll
@@ -151,7 +145,7 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
                 for (int j = 0; j < N; j++) b[j] *= scale * w[j];
             }
         }
-        if (SAME<T, C> && !mine) continue;
+        if (SAME<T, C> && !mine) return;
         if (rotated && (SAME<T, C> || mine)) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -168,7 +162,7 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
             if (head < num_heads) {
                 target = q_out + token * q_stride + head * D;
             } else if (place < 0) {
-                continue;
+                return;
             } else if (rotated) {
                 target = k_cache + place + (head - num_heads) * head_stride;
             } else {
@@ -198,32 +192,45 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
             const float largest = largest_of<GROUP>(a, b);
             float code = C::LARGEST;  // what the largest value becomes
             if constexpr (SAME<C, Fp8>) {
-                const bool is_key = rotated && head >= num_heads;
+                const bool is_key = rotated && (head >= num_heads || head < 0);
                 if (__any_sync(FULL_WARP, is_key)) {
                     const int best = best_scale<GROUP>(a, b, largest);
                     if (is_key) code = KeyScales::code_of(best);
                 }
             }
             const __half scale = scale_of(largest, code);
-            if (!mine) continue;
+            if (!mine) return;
             if (head < num_heads) {
                 T* const target = q_out + token * q_stride + head * D + column;
                 store_vector(target, pack<T>(a));
                 store_vector(target + HALF, pack<T>(b));
-                continue;
+                return;
             }
-            if (place < 0) continue;
+            if (place < 0) return;
             const int kv_head = head - num_heads - (rotated ? 0 : num_kv_heads);
             C* const cache = rotated ? k_cache : v_cache;
             C* const target = cache + place + kv_head * head_stride + column;
             const float inverse = inverse_of(scale);
             store_bytes(target, a, inverse);
             store_bytes(target + HALF, b, inverse);
-            if (lane > 0) continue;
+            if (lane > 0) return;
             const int block = static_cast<int>(slot) / block_size;
             __half* const scales = reinterpret_cast<__half*>(
                 cache + block * block_stride + scales_offset(block_size, num_kv_heads, D));
             scales[kv_head * block_size + static_cast<int>(slot) % block_size] = scale;
+        }
+    };
+#pragma unroll 1
+    for (int base = rehearsed ? -heads_at_once : 0; base < all_heads; base += heads_at_once) {
+        const int head = base + first;
+        float a[N], b[N];
+        unpack<T>(low, a);
+        unpack<T>(high, b);
+        if (base >= 0) load(head + heads_at_once);
+        process(head, lane < LANES && base >= 0 && head < all_heads, a, b);
+        if (base < 0) {
+            pdl_wait();
+            load(first);
         }
     }
 }

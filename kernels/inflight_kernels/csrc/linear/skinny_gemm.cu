@@ -156,6 +156,12 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
         for (int i = 0; i < 2; i++)
             token_scale[i] = load_l2(x.scales + min(warp * 16 + lane / 4 + 8 * i, m - 1));
     }
+    // Whether results, and the residual, may be read and written by two.
+    const auto is_aligned = [](const void* address, int size) {
+        return reinterpret_cast<size_t>(address) % (2 * size) == 0;
+    };
+    const bool in_pairs =
+        width % 2 == 0 && is_aligned(out, sizeof(Out)) && is_aligned(residual, sizeof(T));
     FewTokens<T, Out, ROWS, GATED, PAIR, SCALED> few{
         row_scales, bias, residual, out, m, width, reinterpret_cast<float*>(sent)};
     int slot = 0, parity = 0;
@@ -177,6 +183,32 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
                 scales[i] = __ldg(row_scales + min(column, width - 1) + (row / COLUMNS) * width);
             }
         }
+        constexpr int OUTS = GATED ? SUMS / 2 : SUMS;
+        constexpr int PER_EIGHT = PAIR ? 2 : 4;  // per thread, in 8 columns
+        const auto token_of = [&](int i) {
+            return warp * 16 + lane / 4 + (PAIR ? rank : i % 4 / 2) * 8;
+        };
+        const auto column_of = [&](int i) {
+            return tile * COLUMNS + i / PER_EIGHT * 8 + lane % 4 * 2 + i % 2;
+        };
+        // Of this thread's results; loaded while the product is computed if registers allow it.
+        constexpr bool EARLY = PAIR && !GATED;
+        __align__(4) T added[OUTS];
+        const auto load_residual = [&] {
+#pragma unroll
+            for (int i = 0; i < OUTS; i += 2) {
+                const T* const row =
+                    residual + static_cast<long long>(min(token_of(i), m - 1)) * width;
+                if (in_pairs) {
+                    reinterpret_cast<unsigned&>(added[i]) =
+                        *reinterpret_cast<const unsigned*>(row + min(column_of(i), width - 2));
+                } else {
+                    added[i] = row[min(column_of(i), width - 1)];
+                    added[i + 1] = row[min(column_of(i) + 1, width - 1)];
+                }
+            }
+        };
+        if (EARLY && !is_few && residual) load_residual();
         // The product of a range of columns -> acc. A stage is released while the next one is being
         // multiplied, so that there is no bubble.
         const auto multiply = [&](int first_step, int last_step) {
@@ -269,36 +301,30 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
             for (int i = 0; i < SUMS; i++) sums[i] = whole[i];
         }
 
-        constexpr int OUTS = GATED ? SUMS / 2 : SUMS;
-        constexpr int PER_EIGHT = PAIR ? 2 : 4;  // per thread, in 8 columns
-        const auto token_of = [&](int i) {
-            return warp * 16 + lane / 4 + (PAIR ? rank : i % 4 / 2) * 8;
-        };
-        const auto column_of = [&](int i) {
-            return tile * COLUMNS + i / PER_EIGHT * 8 + lane % 4 * 2 + i % 2;
-        };
-        // Loads before stores: the compiler cannot tell the residual from out.
+        // Loads of columns past the end are those of the last ones: with branches, each load would
+        // wait for the one before.
+        if (bias) {
 #pragma unroll
-        for (int i = 0; i < OUTS; i++) {
-            const int token = token_of(i), column = column_of(i);
-            if (token >= m || column >= width) continue;
-            if (bias) sums[i] += static_cast<float>(bias[column]);
-            if (GATED) {
-                float up = sums[SUMS - OUTS + i];
-                if (bias) up += static_cast<float>(bias[column + width]);
-                sums[i] = silu_mul(sums[i], up);
-            }
-            if (residual)
+            for (int i = 0; i < SUMS; i++)
                 sums[i] += static_cast<float>(
-                    residual[static_cast<long long>(token) * width + column]);
+                    bias[min(column_of(i % OUTS), width - 1) + i / OUTS * width]);
         }
-        const bool pairs = width % 2 == 0 && reinterpret_cast<size_t>(out) % (2 * sizeof(Out)) == 0;
+        if constexpr (GATED) {
+#pragma unroll
+            for (int i = 0; i < OUTS; i++) sums[i] = silu_mul(sums[i], sums[OUTS + i]);
+        }
+        // All loads before stores: the compiler cannot tell the residual from out.
+        if (residual) {
+            if (!EARLY) load_residual();
+#pragma unroll
+            for (int i = 0; i < OUTS; i++) sums[i] += static_cast<float>(added[i]);
+        }
 #pragma unroll
         for (int i = 0; i < OUTS; i += 2) {
             const int token = token_of(i), column = column_of(i);
             if (token >= m || column >= width) continue;
             Out* const to = out + static_cast<long long>(token) * width + column;
-            if (pairs) {
+            if (in_pairs) {
                 store_pair(to, sums[i], sums[i + 1]);
             } else {
                 to[0] = narrow<Out>(sums[i]);
