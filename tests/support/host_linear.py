@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from inflight.models.layers.linear import CudaWeight
 from inflight.models.linear.grouped_cuda import ValidTokens
 from inflight.models.linear.scaled_cuda import QuantizedInputs
 from inflight.models.linear.weight_only_cuda import DequantizedWeight
@@ -48,9 +50,12 @@ class HostLinear:
     def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
         total[:num_tokens] += transformer.linear(x[:num_tokens], self.weight, self._bias)
 
-    def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(
+        self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int, down: CudaWeight
+    ) -> Tensor:
         both = transformer.linear(x[:num_tokens], self.weight, self._bias)
         out[:num_tokens] = transformer.silu_mul(both)
+        return out
 
 
 def _normed(x: NormedRows | SummedRows) -> Tensor:
@@ -90,8 +95,20 @@ class HostScaledLinear:
     def add(self, x: Tensor | ScaledRows, total: Tensor, num_tokens: int) -> None:
         total[:num_tokens] += self._product(x, num_tokens)
 
-    def gated(self, x: Tensor | ScaledRows, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        out[:num_tokens] = transformer.silu_mul(self._product(x, num_tokens))
+    def gated(
+        self,
+        x: Tensor | ScaledRows,
+        gate_up: Tensor,
+        out: Tensor,
+        num_tokens: int,
+        down: CudaWeight,
+    ) -> Tensor | ScaledRows:
+        found = transformer.silu_mul(self._product(x, num_tokens))
+        out[:num_tokens] = found
+        dtype = self.weight.values.dtype
+        if dtype != torch.float8_e4m3fn or not isinstance(down, HostScaledLinear):
+            return out
+        return ScaledRows(*quantization.quantize_rows(found, dtype))
 
     def _product(self, x: Tensor | ScaledRows, num_tokens: int) -> Tensor:
         values, scales, spread = self.weight

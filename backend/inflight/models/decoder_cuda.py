@@ -49,7 +49,7 @@ from inflight_kernels.ops import activation
 from inflight_kernels.ops.attention.operands import AttentionWeights
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.latent.operands import LatentNorm
-from inflight_kernels.ops.linear.operands import Input
+from inflight_kernels.ops.linear.operands import Input, Operand
 from inflight_kernels.ops.logits import scale_cap
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, QkNorm
@@ -504,23 +504,23 @@ class Decoder:
             residual.add_mixture(x, mixture, num_tokens, own.mlp_post_norm, scale)
             return
         mlp, weights = layer.dense_mlp, own.dense_mlp
-        gated = self._buffers.mlp[mlp].gated
         if layer.parallel:
-            self._activate(weights, mlp, x, num_tokens)
+            gated = self._activate(weights, mlp, x, num_tokens)
             residual.add_parallel(gated, weights.down, num_tokens)
             return
         x = self._norm(residual, own.mlp_norm, weights.gate_up, num_tokens)
-        self._activate(weights, mlp, x, num_tokens)
+        gated = self._activate(weights, mlp, x, num_tokens)
         residual.add(gated, weights.down, num_tokens, own.mlp_post_norm, scale)
 
     def _activate(
         self, weights: MlpWeights[CudaWeight], mlp: MlpSpec, x: Input, num_tokens: int
-    ) -> None:
-        """The first linear layer of an MLP and its activation: x -> gated; entire buffers."""
+    ) -> Operand:
+        """The first linear layer of an MLP and its activation: x, an entire buffer -> what the
+        second one takes."""
         gate_up, gated = self._buffers.mlp[mlp]
         if mlp.gated and mlp.activation == "silu":
-            weights.gate_up.gated(x, gate_up, gated, num_tokens)
-            return
+            return weights.gate_up.gated(x, gate_up, gated, num_tokens, weights.down)
         weights.gate_up.product(x, gate_up, num_tokens)
         activate = _ACTIVATIONS[mlp.activation, mlp.gated]
         activate(gate_up[:num_tokens], out=gated[:num_tokens], pdl=True)
+        return gated

@@ -140,8 +140,8 @@ class Head:
         attention.layer(qkv, PagedKV(*pair), attended, AttentionWeights())
         weights.out.add(buffers.attended, hidden, num_tokens)
         rms_norm(taken, weights.mlp_norm, eps, out=normed, pdl=True)
-        weights.gate_up.gated(buffers.normed, gate_up, gated, num_tokens)
-        weights.down.add(gated, hidden, num_tokens)
+        inner = weights.gate_up.gated(buffers.normed, gate_up, gated, num_tokens, weights.down)
+        weights.down.add(inner, hidden, num_tokens)
         if self.spec.norm_output:
             rms_norm(taken, weights.norm, eps, out=taken, pdl=True)
 

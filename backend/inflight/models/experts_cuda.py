@@ -308,9 +308,10 @@ class CudaMoe:
         """[T, d] of the shared expert."""
         if self._shared is None:
             return None
-        memory = self._memory
-        self._shared.gate_up.gated(x, memory.shared_gate_up, memory.shared_gated, num_tokens)
-        self._shared.down.product(memory.shared_gated, memory.shared, num_tokens)
+        memory, down = self._memory, self._shared.down
+        gate_up, gated = memory.shared_gate_up, memory.shared_gated
+        inner = self._shared.gate_up.gated(x, gate_up, gated, num_tokens, down)
+        down.product(inner, memory.shared, num_tokens)
         return memory.shared[:num_tokens]
 
 

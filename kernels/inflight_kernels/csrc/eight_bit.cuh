@@ -49,6 +49,29 @@ struct RowScale {
     }
 };
 
+// A scale for a part of a row whose other parts are not known yet: a power of 16, so that most
+// parts of a row have the same one, and the others can be converted to the largest without loss,
+// but for the precision of small values. Of the 18 powers of two that e4m3 has, a scale leaves 4
+// unused at most. Scales are counted from 1 by a code; that of parts with NaN or infinity is
+// BROKEN_CODE.
+constexpr unsigned BROKEN_CODE = 255;
+
+// The least scale with which a part whose largest magnitude has these bits has no value above 448.
+__device__ inline unsigned scale_code(unsigned largest) {
+    if (largest >= 0x7f800000u) return BROKEN_CODE;
+    // With the exponent of the next power of two if it is above 1.75 = 448 / 256 times its own.
+    const unsigned bits = max(largest, __float_as_uint(SMALLEST_AMAX));
+    return (((bits + 0x1fffffu) >> 23) + 4) / 4;
+}
+
+// The scale of a code, or its inverse.
+__device__ inline float scale_of(unsigned code) {
+    return __uint_as_float(code == BROKEN_CODE ? 0x7fffffffu : (4 * code - 9) << 23);
+}
+__device__ inline float inverse_scale_of(unsigned code) {
+    return __uint_as_float(code == BROKEN_CODE ? 0u : (263 - 4 * code) << 23);
+}
+
 // Maximum over the block, whose size is a multiple of 32; returned to every thread. One barrier;
 // `partial` must not be reused before another one.
 __device__ inline unsigned block_max(unsigned value, unsigned (&partial)[32]) {

@@ -27,20 +27,23 @@ _L2Promotion = type(TensorMapDescriptorOptions.l2_promotion)
 L2_PROMOTIONS: dict[L2Sector, Any] = {128: _L2Promotion.L2_128B, 256: _L2Promotion.L2_256B}
 
 
-def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> object:
+def matrix_map(
+    matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector, *, swizzles: bool = True
+) -> object:
     """A tensor map of a matrix, to be passed to a kernel by value.
 
     Args:
         matrix: [rows, columns] of 8- or 16-bit values on a GPU; each row contiguous, rows may be
             strided.
         box: rows and columns per copy. The columns, of 32, 64 or 128 bytes, are swizzled in chunks
-            of 16 bytes.
+            of 16 bytes; if they are not, they have up to 256 bytes.
         l2_sector: bytes that a read promotes to the L2 cache.
+        swizzles: whether they are.
     """
     rows, columns = matrix.shape
     size = matrix.itemsize
     strides = size * matrix.stride(0), size
-    swizzle = _SWIZZLES[size * box[1]]
+    swizzle = _SWIZZLES[size * box[1]] if swizzles else _NO_SWIZZLE
     return strided_map(matrix.data_ptr(), (rows, columns), strides, box, l2_sector, swizzle)
 
 

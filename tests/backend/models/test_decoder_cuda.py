@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import host_kernels
 import host_linear
@@ -45,9 +46,9 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     inner = host_linear.HostLinear.gated
 
-    def counted(self: host_linear.HostLinear, *operands: Any) -> None:
-        found.append(operands[-1])
-        inner(self, *operands)
+    def counted(self: host_linear.HostLinear, *operands: Any) -> Tensor:
+        found.append(operands[3])
+        return inner(self, *operands)
 
     monkeypatch.setattr(host_linear.HostLinear, "gated", counted)
     return found

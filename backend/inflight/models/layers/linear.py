@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:  # where there is no GPU, what the kernels import need not be installed
-    from inflight_kernels.ops.linear.operands import Input
+    from inflight_kernels.ops.linear.operands import Input, Operand
     from inflight_kernels.ops.linear.scaled_rows import ScaledRows
     from inflight_kernels.ops.moe.sum_norm import ExpertRows
 
@@ -70,8 +70,19 @@ class CudaMixture(CudaSublayer, Protocol):
 class CudaWeight(CudaSublayer, Protocol):
     """A weight on a GPU, with the three forms of a linear layer in a transformer."""
 
-    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        """out = silu(gate) * up, where gate | up = x @ weight.T + bias; gate_up is scratch."""
+    def gated(
+        self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int, down: CudaWeight
+    ) -> Operand:
+        """silu(gate) * up, where gate | up = x @ weight.T + bias, as the input of `down`: entirely
+        in `out`, or in the memory of gate_up its T rows, quantised as `down` multiplies them.
+
+        Args:
+            x: as of `add`.
+            gate_up: [rows, n], scratch.
+            out: [rows, n / 2].
+            num_tokens: T.
+            down: the layer that takes it.
+        """
 
 
 def whole_tiles(num_rows: int) -> int:

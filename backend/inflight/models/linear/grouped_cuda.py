@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from inflight.models.layers.linear import CudaWeight
 from inflight.models.linear.unquantized_cuda import CudaLinear
 from inflight.models.linear.weight_only_cuda import DequantizedWeight
 from inflight_kernels.ops.activation import silu_mul
@@ -97,15 +98,18 @@ class CudaGroupedLinear:
         else:
             wide.add(x, total, num_tokens)
 
-    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(
+        self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int, down: CudaWeight
+    ) -> Tensor:
         wide = self._dequantized(num_tokens)
         if wide is not None:
-            wide.gated(x, gate_up, out, num_tokens)
-        elif self.weight.n % (2 * RECORD_ROWS):
+            return wide.gated(x, gate_up, out, num_tokens, down)
+        if self.weight.n % (2 * RECORD_ROWS):
             self.product(x, gate_up, num_tokens)
             silu_mul(gate_up[:num_tokens], out=out[:num_tokens], pdl=True)
         else:
             self._multiply(x, None, out[:num_tokens], gated=True)
+        return out
 
     def _dequantized(self, num_tokens: int) -> CudaLinear | None:
         """The weight in 16 bits, if so many tokens are multiplied by that."""

@@ -9,9 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.models.layers.linear import CudaWeight
 from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import Input, NormedRows, SummedRows
-from inflight_kernels.ops.linear.scaled_rows import MAX_WIDTH, ScaledRows, quantize_rows
+from inflight_kernels.ops.linear.operands import Input, NormedRows, Operand, SummedRows
+from inflight_kernels.ops.linear.scaled_rows import (
+    MAX_WIDTH,
+    ScaledRows,
+    num_codes,
+    quantize_rows,
+)
 from inflight_kernels.runtime.launch import is_hopper
 
 
@@ -79,8 +85,30 @@ class CudaScaledLinear:
         target = total[:num_tokens]
         self._multiply(x, target, target, gated=False)
 
-    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        self._multiply(x, None, out[:num_tokens], gated=True)
+    def gated(
+        self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int, down: CudaWeight
+    ) -> Operand:
+        if not self._quantizes_gate(num_tokens, down):
+            self._multiply(x, None, out[:num_tokens], gated=True)
+            return out
+        rows, codes = _gate_memory(gate_up, num_tokens, self.weight)
+        gemm.quantizing_gate(
+            self._quantized(x, num_tokens), self.weight, self._bias, out=rows, codes=codes, pdl=True
+        )
+        return rows
+
+    def _quantizes_gate(self, num_tokens: int, down: CudaWeight) -> bool:
+        """Whether results of the gate are quantised as `down` takes them.
+
+        Some are rounded twice. Which ones depends on the tiles, and so on the number of tokens.
+        """
+        return (
+            isinstance(down, CudaScaledLinear)
+            and down.weight.values.dtype == self.weight.values.dtype == torch.float8_e4m3fn
+            and not self._batch_invariant
+            and num_tokens > skinny_gemm.MAX_TOKENS
+            and gemm.can_quantize_gate(len(self.weight.values))
+        )
 
     def _multiply(self, x: Input, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
         num_tokens = len(out)
@@ -92,15 +120,29 @@ class CudaScaledLinear:
                 x, self.weight, self._bias, residual, out=out, gated=gated, pdl=True
             )
             return
-        if isinstance(x, Tensor):
-            rows = self.input_rows(num_tokens)
-            quantize_rows(x, out=rows, pdl=True)
-        else:
-            assert isinstance(x, ScaledRows), "only few tokens are normed on the way"
-            rows = x
         few = num_tokens <= skinny_gemm.MAX_TOKENS and not self._batch_invariant
         linear = skinny_gemm.linear if few else gemm.linear
+        rows = self._quantized(x, num_tokens)
         linear(rows, self.weight, self._bias, residual, out=out, gated=gated, pdl=True)
+
+    def _quantized(self, x: Input, num_tokens: int) -> ScaledRows:
+        """T rows of x, unless they are quantised already."""
+        if isinstance(x, ScaledRows):
+            return x
+        assert isinstance(x, Tensor), "only few tokens are normed on the way"
+        rows = self.input_rows(num_tokens)
+        quantize_rows(x[:num_tokens], out=rows, pdl=True)
+        return rows
+
+
+def _gate_memory(gate_up: Tensor, num_tokens: int, weight: ScaledRows) -> tuple[ScaledRows, Tensor]:
+    """Memory for `gemm.quantizing_gate` of T tokens, in that of gate | up in 16 bits."""
+    memory = gate_up.view(-1).view(torch.uint8)
+    width = len(weight.values) // 2
+    sizes = [num_tokens * width, 4 * num_tokens, num_codes(num_tokens, width)]
+    values, scales, codes = torch.split(memory[: sum(sizes)], sizes)
+    rows = values.view(weight.values.dtype).view(num_tokens, width)
+    return ScaledRows(rows, scales.view(torch.float32)), codes
 
 
 def can_multiply(n: int, k: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.models.layers.linear import INVARIANT_ROWS
+from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.linear import few_gemm, gemm, skinny_gemm
 from inflight_kernels.ops.linear.operands import Input, NormedRows, SummedRows
@@ -86,7 +86,9 @@ class CudaLinear:
             if bias is not None:
                 total[rows].add_(bias)
 
-    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(
+        self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int, down: CudaWeight
+    ) -> Tensor:
         assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         (n, k), pdl = self.weight.shape, self._is_constant
         taken, target = x[:num_tokens], out[:num_tokens]
@@ -97,6 +99,7 @@ class CudaLinear:
         else:
             self.product(x, gate_up, num_tokens)
             silu_mul(gate_up[:num_tokens], out=target, pdl=True)
+        return out
 
     def _uses_skinny_gemm(self, num_tokens: int) -> bool:
         n, k = self.weight.shape

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.models.layers.linear import CudaWeight
 from inflight.models.linear.unquantized_cuda import CudaLinear
 from inflight.models.quantization.matrix import QuantizedMatrix
 from inflight_kernels.ops.linear import weight_only
@@ -83,11 +84,13 @@ class CudaWeightOnlyLinear:
         else:
             self._dequantized().add(x, total, num_tokens)
 
-    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        if self._streams(num_tokens):
-            self._stream(x, None, out[:num_tokens], gated=True)
-        else:
-            self._dequantized().gated(x, gate_up, out, num_tokens)
+    def gated(
+        self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int, down: CudaWeight
+    ) -> Tensor:
+        if not self._streams(num_tokens):
+            return self._dequantized().gated(x, gate_up, out, num_tokens, down)
+        self._stream(x, None, out[:num_tokens], gated=True)
+        return out
 
     def _streams(self, num_tokens: int) -> bool:
         return not self._batch_invariant and num_tokens <= _MAX_STREAMED_TOKENS

@@ -12,7 +12,10 @@ namespace gemm {
 
 constexpr int GROUPS = 2;                      // consumer warpgroups
 constexpr int TOKENS = GROUPS * GROUP_TOKENS;  // of a tile
-constexpr int TILES_AT_ONCE = 8;               // along the tokens, that are iterated over together
+// Tiles along the tokens that are iterated over together, and of a gate in 8 bits, whose weights
+// are then read from memory half as often. Measured on an H200 (benchmarks/notes.md).
+constexpr int TILES_AT_ONCE = 8;
+constexpr int GATE_TILES_AT_ONCE = 16;
 
 // Registers per producer and consumer thread, of 65536 per multiprocessor.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
@@ -22,9 +25,10 @@ struct Place {
     int tokens, rows;
 };
 
-__device__ inline Place find(int tile, int token_tiles, int row_tiles) {
-    const int together = TILES_AT_ONCE * row_tiles, first = tile / together * TILES_AT_ONCE;
-    const int size = min(TILES_AT_ONCE, token_tiles - first), rest = tile % together;
+template <int AT_ONCE>
+__device__ Place find_place(int tile, int token_tiles, int row_tiles) {
+    const int together = AT_ONCE * row_tiles, first = tile / together * AT_ONCE;
+    const int size = min(AT_ONCE, token_tiles - first), rest = tile % together;
     return {first + rest % size, rest / size};
 }
 
@@ -164,18 +168,44 @@ __device__ __forceinline__ void multiply_promoted(float (&sums)[N / 2], unsigned
 // Where results go to: by the warpgroups that have them.
 template <typename T, typename Out>
 struct Direct {
+    using Stored = T;
     const T* residual;  // or null
     Out* out;
 };
 
 // By way of Results.
+template <typename T>
 struct Staged {
+    using Stored = T;
     const TensorMap& residual;
     bool has_residual;
     const TensorMap& out;
 };
 
-// See gemm. In: type of x and weight. The scales are null unless SCALED. Target: Direct or Staged.
+// The same, quantised: a row of a tile has a scale of its own, with code codes[tile * m + token].
+struct Quantized {
+    using Stored = Fp8;
+    const TensorMap& out;
+    unsigned char* codes;
+};
+
+// The codes of the scales (eight_bit.cuh) of this thread's two rows, of which four lanes have all
+// columns.
+template <int N>
+__device__ void find_codes(const float (&sums)[N], unsigned (&codes)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        unsigned largest = 0;
+#pragma unroll
+        for (int i = 2 * r; i < N; i += 4)
+            largest = max(largest, max(magnitude(sums[i]), magnitude(sums[i + 1])));
+        largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+        codes[r] = scale_code(max(largest, __shfl_xor_sync(FULL_WARP, largest, 2)));
+    }
+}
+
+// See gemm. In: type of x and weight. The scales are null unless SCALED. Target: Direct, Staged or
+// Quantized.
 template <typename In, typename T, class Target, int ROWS, int STAGES, bool GATED,
           bool SHARE_WEIGHT>
 __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& weight,
@@ -190,8 +220,9 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
 
     extern __shared__ char memory[];
     In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
-    constexpr bool STAGED = SAME<Target, Staged>;
-    using Staging = Results<T, COLUMNS>;
+    constexpr bool QUANTIZED = SAME<Target, Quantized>;
+    constexpr bool STAGED = QUANTIZED || SAME<Target, Staged<T>>;
+    using Staging = Results<typename Target::Stored, COLUMNS>;
     char* const staged = reinterpret_cast<char*>(ring + STAGES * STAGE);
     Barrier* const full =
         reinterpret_cast<Barrier*>(staged + (STAGED ? GROUPS * Staging::BYTES : 0));
@@ -219,6 +250,8 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
     const int token_tiles = (m + CLUSTER_TOKENS - 1) / CLUSTER_TOKENS;
     const int row_tiles = (width + CLUSTER_COLUMNS - 1) / CLUSTER_COLUMNS;
     const int tiles = token_tiles * row_tiles;
+    constexpr int AT_ONCE = SCALED && GATED ? GATE_TILES_AT_ONCE : TILES_AT_ONCE;
+    const auto find = [&](int tile) { return find_place<AT_ONCE>(tile, token_tiles, row_tiles); };
     const int first_tile = blockIdx.x / 2, clusters = gridDim.x / 2;
     // Of this block's part of a cluster's tile, in tokens and in columns of the results.
     const auto token_of = [&](const Place& place) {
@@ -237,9 +270,13 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                 pdl_wait();
                 int parity = 0;
                 for (int tile = first_tile; tile < tiles; tile += clusters, parity ^= 1) {
-                    const Place place = find(tile, token_tiles, row_tiles);
+                    const Place place = find(tile);
                     const int token = token_of(place) + group * GROUP_TOKENS;
-                    results.prepare(target.residual, target.has_residual, token, column_of(place));
+                    if constexpr (QUANTIZED)
+                        arrive(results.ready);
+                    else
+                        results.prepare(target.residual, target.has_residual, token,
+                                        column_of(place));
                     results.store(target.out, token, column_of(place), parity);
                 }
                 Staging::finish();
@@ -271,7 +308,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                                        full + slot);
             };
             // No kernel writes weights: they may be fetched before the preceding kernel has ended.
-            const Place first = find(first_tile, token_tiles, row_tiles);
+            const Place first = find(first_tile);
             const int ahead = min(STAGES, steps);
             for (int s = 0; s < ahead; s++) {
                 arrive_expect_tx(full + s, STAGE * sizeof(In));
@@ -281,7 +318,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             for (int s = 0; s < ahead; s++) copy_x(s, first, s);
             int slot = ahead % STAGES, parity = ahead / STAGES, step = ahead;
             for (int tile = first_tile; tile < tiles; tile += clusters, step = 0) {
-                const Place place = find(tile, token_tiles, row_tiles);
+                const Place place = find(tile);
                 for (; step < steps; step++) {
                     barrier_wait(empty + slot, parity ^ 1);
                     arrive_expect_tx(full + slot, STAGE * sizeof(In));
@@ -313,7 +350,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
         };
         int slot = 0, parity = 0, results_parity = 0;
         for (int tile = first_tile; tile < tiles; tile += clusters, results_parity ^= 1) {
-            const Place place = find(tile, token_tiles, row_tiles);
+            const Place place = find(tile);
             const int token = token_of(place) + warp * 16 + lane / 4, column = column_of(place);
             float token_scale[2] = {};
             if constexpr (SCALED) {
@@ -343,7 +380,18 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                                        width);
             }
             const auto finish = [&](float (&results)[COLUMNS / 2]) {
-                if constexpr (STAGED)
+                if constexpr (QUANTIZED) {
+                    unsigned codes[2];
+                    find_codes(results, codes);
+                    const float inverses[2] = {inverse_scale_of(codes[0]),
+                                               inverse_scale_of(codes[1])};
+                    results_of(group).write_bytes(results, inverses, results_parity);
+                    // Last: the fence between results and their copy would wait for these.
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+                        if (lane % 4 == 0 && token + 8 * i < m && column < width)
+                            target.codes[column / COLUMNS * m + token + 8 * i] = codes[i];
+                } else if constexpr (STAGED)
                     results_of(group).write(results, target.has_residual, results_parity);
                 else
                     store<T, COLUMNS / 8>(results, token, column, m, width, target.residual,
@@ -393,9 +441,23 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                 const float* token_scales, const float* row_scales, const T* bias,
                 const __grid_constant__ TensorMap residual, int has_residual,
                 const __grid_constant__ TensorMap out, int m, int n, int k) {
-    const Staged target = {residual, has_residual != 0, out};
-    mainloop<In, T, Staged, ROWS, STAGES, GATED, SHARE_WEIGHT>(x, weight, token_scales, row_scales,
-                                                               bias, target, m, n, k);
+    const Staged<T> target = {residual, has_residual != 0, out};
+    mainloop<In, T, Staged<T>, ROWS, STAGES, GATED, SHARE_WEIGHT>(
+        x, weight, token_scales, row_scales, bias, target, m, n, k);
+}
+
+// The same of e4m3 and a weight of gate | up, with results in e4m3. Of each row, every ROWS / 2
+// columns have a scale: see Quantized. settle_rows (quantization.cu) makes them one. The box of
+// out: that of Results<Fp8>, not swizzled; columns past the end do not count.
+template <typename T, int ROWS, int STAGES, bool SHARE_WEIGHT>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
+    quantizing_gate(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+                    const float* token_scales, const float* row_scales, const T* bias,
+                    const __grid_constant__ TensorMap out, unsigned char* codes, int m, int n,
+                    int k) {
+    const Quantized target = {out, codes};
+    mainloop<Fp8, T, Quantized, ROWS, STAGES, true, SHARE_WEIGHT>(
+        x, weight, token_scales, row_scales, bias, target, m, n, k);
 }
 
 }  // namespace gemm

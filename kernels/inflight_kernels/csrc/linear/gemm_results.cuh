@@ -20,10 +20,11 @@ __device__ void add_pair(float& a, float& b, unsigned word) {
     b += both[1];
 }
 
-// The results of a warpgroup: [GROUP_TOKENS, COLUMNS] of 16 bits, as boxes of BOX columns.
+// The results of a warpgroup: [GROUP_TOKENS, COLUMNS] of 16 bits, as boxes of BOX columns, or of
+// Fp8, as one.
 template <typename T, int COLUMNS>
 struct Results {
-    static constexpr int BOX = COLUMNS % 32 == 0 ? 32 : 16;
+    static constexpr int BOX = sizeof(T) == 1 ? COLUMNS : COLUMNS % 32 == 0 ? 32 : 16;
     static constexpr int BOX_BYTES = GROUP_TOKENS * BOX * sizeof(T);
     static constexpr int BYTES = GROUP_TOKENS * COLUMNS * sizeof(T);
     static constexpr int BARRIERS = 2;
@@ -98,9 +99,38 @@ struct Results {
             ptx::store_matrices(place, Word<T>::pack(values), Word<T>::pack(values + 2),
                                 Word<T>::pack(values + 4), Word<T>::pack(values + 6));
         }
+        publish();
+    }
+
+    // Write this thread's sums, of which `inverses` are the inverse scales of its two tokens.
+    __device__ void write_bytes(const float (&sums)[COLUMNS / 2], const float (&inverses)[2],
+                                int parity) const {
+        const int lane = threadIdx.x % 32, q = lane % 4;
+        const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+        barrier_wait(ready, parity);
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n += 2)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float* const values = sums + 4 * n + 2 * r;
+                const float scaled[4] = {values[0] * inverses[r], values[1] * inverses[r],
+                                         values[4] * inverses[r], values[5] * inverses[r]};
+                // A lane has two columns of eight, and two of the next eight. It gets four that are
+                // adjacent, from two lanes.
+                const unsigned word = pack_bytes<Fp8>(scaled);
+                const unsigned first = __shfl_sync(FULL_WARP, word, q % 2 * 2, 4);
+                const unsigned second = __shfl_sync(FULL_WARP, word, q % 2 * 2 + 1, 4);
+                *reinterpret_cast<unsigned*>(boxes + (row + 8 * r) * COLUMNS + 8 * n + 4 * q) =
+                    __byte_perm(first, second, q < 2 ? 0x5410 : 0x7632);
+            }
+        publish();
+    }
+
+   private:
+    __device__ void publish() const {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
-        if (lane == 0) arrive(written);
+        if (threadIdx.x % 32 == 0) arrive(written);
     }
 };
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.operands import (
@@ -18,9 +19,11 @@ from inflight_kernels.ops.linear.operands import (
     STAGE_DEPTH_BYTES,
     STORAGE_TYPES,
     Operand,
+    check_gate_operands,
     check_linear_operands,
     values_of,
 )
+from inflight_kernels.ops.linear.scaled_rows import MAX_SETTLED_WIDTH, ScaledRows, settle_rows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import BYTE_TYPES, is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
@@ -67,14 +70,21 @@ class Layout:
     box: tuple[int, int] | None
 
 
-def layout(shape: Shape, gated: bool, scaled: bool) -> Layout:
-    """Shared memory of a block with tiles of `shape`; see `plan`."""
-    columns = shape.rows // 2 if gated else shape.rows
+def layout(shape: Shape, gated: bool, scaled: bool, quantizes: bool = False) -> Layout:
+    """Shared memory of a block with tiles of `shape`; see `plan`.
+
+    Args:
+        shape: of a block's tile.
+        gated, scaled: as for `plan`.
+        quantizes: whether results are quantised, and so of 8 bits.
+    """
+    columns, tokens = shape.rows // 2 if gated else shape.rows, _TOKENS // _GROUPS
     other = 1024
     if scaled:
-        other += _GROUPS * (_TOKENS // _GROUPS * columns * 2 + 16)
+        other += _GROUPS * (tokens * columns * (1 if quantizes else 2) + 16)
     stages = (MAX_SHARED_BYTES - other) // shape.step_bytes
-    box = (_TOKENS // _GROUPS, 32 if columns % 32 == 0 else 16) if scaled else None
+    box_columns = columns if quantizes else 32 if columns % 32 == 0 else 16
+    box = (tokens, box_columns) if scaled else None
     return Layout(stages, other + stages * shape.step_bytes, box)
 
 
@@ -237,6 +247,74 @@ def linear(
     )
 
 
+def can_quantize_gate(n: int) -> bool:
+    """Whether `quantizing_gate` supports a weight with so many rows."""
+    return n % 32 == 0 and n // 2 <= MAX_SETTLED_WIDTH
+
+
+def quantizing_gate(
+    x: ScaledRows,
+    weight: ScaledRows,
+    bias: Tensor | None = None,
+    *,
+    out: ScaledRows,
+    codes: Tensor,
+    pdl: bool = False,
+) -> None:
+    """silu(gate) * up, where gate | up = x @ weight.T + bias, quantised by rows.
+
+    A row's scale is the least power of 16 with which no value is above 448. Each tile of the
+    product quantises its columns of a row by the largest of these alone, and a second kernel gives
+    all of them the row's scale (`settle_rows`). So a row is not read again to be quantised, unless
+    its tiles differ. Scales that are no powers of 16 would be as good: e4m3 has the same relative
+    precision in 15 powers of two, of which these leave 4 unused at most.
+
+    Args:
+        x: [m, k] of e4m3.
+        weight: [n, k] of e4m3, gate | up, k a multiple of 16; see `can_quantize_gate`.
+        bias: [n] bfloat16.
+        out: [m, n / 2] of e4m3; not the memory of x.
+        codes: at least num_codes(m, n / 2) bytes, uint8; overwritten.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+        RuntimeError: not a Hopper GPU.
+    """
+    m, n, k, storage = check_gate_operands(x, weight, bias, out)
+    if not m:
+        return
+    if not is_hopper():
+        raise RuntimeError("this kernel requires a Hopper GPU")
+    cut = plan(m, n, True, num_multiprocessors(), scaled=True)
+    shape, part = cut.shape, cut.shape.rows // 2
+    parts = -(-(n // 2) // part)
+    if codes.dtype != torch.uint8 or codes.dim() != 1 or len(codes) < parts * m:
+        raise ValueError(
+            f"codes is {codes.dtype} {list(codes.shape)}; expected at least {parts * m} bytes"
+        )
+    sizes = layout(shape, gated=True, scaled=True, quantizes=True)
+    assert sizes.box is not None, "results of 8 bits are staged"
+    depth = STAGE_DEPTH_BYTES
+    kernel("gemm_hopper", _quantizing_name(shape, storage))(
+        2 * cut.clusters,
+        _THREADS,
+        matrix_map(x.values, (_TOKENS if shape.share_weight else _TOKENS // 2, depth), 256),
+        matrix_map(weight.values, (shape.rows // 2, depth), 256),
+        x.scales,
+        weight.scales,
+        0 if bias is None else bias,
+        matrix_map(out.values, sizes.box, 128, swizzles=False),
+        codes,
+        m,
+        n,
+        k,
+        shared=sizes.num_bytes,
+        pdl=pdl,
+    )
+    settle_rows(out, codes[: parts * m].view(parts, m), part, pdl=pdl)
+
+
 def _results(
     residual: Tensor | None, out: Tensor, box: tuple[int, int] | None
 ) -> tuple[object, ...]:
@@ -259,6 +337,12 @@ def _scaled_name(shape: Shape, value_type: str, storage: str, gated: bool) -> st
     return f"gemm::scaled_gemm<{value_type}, {storage}, {shape.rows}, {stages}, {flags}>"
 
 
+def _quantizing_name(shape: Shape, storage: str) -> str:
+    stages = layout(shape, gated=True, scaled=True, quantizes=True).stages
+    share_weight = str(shape.share_weight).lower()
+    return f"gemm::quantizing_gate<{storage}, {shape.rows}, {stages}, {share_weight}>"
+
+
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     plain: list[Instantiation] = [
@@ -268,10 +352,16 @@ def instantiations() -> list[Instantiation]:
         for shape in _shapes(gated)
         for out_type in ((storage,) if gated else (storage, "float"))
     ]
-    return plain + [
+    scaled: list[Instantiation] = [
         ("gemm_hopper", (_scaled_name(shape, value_type, storage, gated),), ())
         for value_type in BYTE_TYPES.values()
         for storage in SCALED_OUT_TYPES.values()
         for gated in (False, True)
         for shape in _SCALED
     ]
+    quantizing: list[Instantiation] = [
+        ("gemm_hopper", (_quantizing_name(shape, storage),), ())
+        for storage in SCALED_OUT_TYPES.values()
+        for shape in _SCALED
+    ]
+    return plain + scaled + quantizing

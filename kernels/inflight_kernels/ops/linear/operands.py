@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight_kernels.ops.linear.grouped_rows import RECORD_ROWS, GroupedRows
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
-from inflight_kernels.runtime.launch import check, check_memory, name_of
+from inflight_kernels.runtime.launch import BYTE_TYPES, check, check_memory, name_of
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Types of x and the weight, unless they are quantised: torch dtype -> C++ type."""
@@ -183,6 +183,39 @@ def check_quantizing_operands(
     return LinearOperands(
         m, n, k, storage, storage, value_type, (weight.scales,), STAGE_DEPTH_BYTES
     )
+
+
+def check_gate_operands(
+    x: ScaledRows, weight: ScaledRows, bias: Tensor | None, out: ScaledRows
+) -> tuple[int, int, int, str]:
+    """Validate the operands of a kernel that quantises what it returns, silu(gate) * up.
+
+    Args:
+        x: [m, k] of e4m3.
+        weight: [n, k] of e4m3, gate | up, k and half of n multiples of 16.
+        bias: [n] bfloat16.
+        out: [m, n / 2] of e4m3.
+
+    Returns:
+        (m, n, k, type of the bias).
+
+    Raises:
+        ValueError: an operand is invalid; with what is required.
+    """
+    m, n, k = _check_shapes(x.values, weight.values, None)
+    _check_weight_shape(n, k, 16, gated=True)
+    if n % 32:
+        raise ValueError(f"weight is [{n}, {k}]; half of n must be a multiple of 16")
+    types = {_check_scaled(x, weight), out.check("out", m, n // 2)}
+    if types != {BYTE_TYPES[torch.float8_e4m3fn]}:
+        raise ValueError(
+            f"weight.values is {weight.values.dtype} and out.values {out.values.dtype}; both must "
+            f"be {torch.float8_e4m3fn}, as only that has room for coarse scales"
+        )
+    (dtype, storage), *_ = SCALED_OUT_TYPES.items()
+    if bias is not None:
+        check("bias", bias, (n,), dtype)
+    return m, n, k, storage
 
 
 class WeightOnlyOperands(NamedTuple):

@@ -31,6 +31,16 @@ QUANTIZING_TYPES = (*((name, "") for name in BYTE_TYPES.values()), ("Int8", ", t
 MAX_WIDTH = VECTOR_BYTES // 2 * _MAX_THREADS * _VECTORS_PER_THREAD[-1]
 """A row of 16-bit values is kept in the registers of one block."""
 
+MIN_PART = 32
+"""Columns with a scale of their own, at least, in `settle_rows`."""
+
+# As in quantization.cu.
+_ROWS_AT_ONCE = 8
+_MAX_PARTS = 1024
+_SETTLING = "settle_rows"
+
+MAX_SETTLED_WIDTH = _MAX_PARTS * MIN_PART
+
 _SPREADS = tuple(1 << bit for bit in range(MAX_SPREAD.bit_length()) if 1 << bit >= MIN_SPREAD)
 
 _TYPES = {dtype: name for dtype, name in STORAGE_TYPES.items() if dtype.itemsize == 2}
@@ -153,6 +163,53 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
     )
 
 
+def num_codes(num_rows: int, width: int) -> int:
+    """Bytes of the scales' codes of so many rows, at most: see `settle_rows`."""
+    return num_rows * -(-width // MIN_PART)
+
+
+def settle_rows(rows: ScaledRows, codes: Tensor, part: int, *, pdl: bool = False) -> None:
+    """Give each row one scale, where parts of it have scales of their own.
+
+    Scales are powers of 16. So most parts of a row have its largest one already. Values of others
+    are divided by a power of 16, which rounds only those again that are subnormal numbers of e4m3
+    then: more than 1,792 times smaller than the row's largest value.
+
+    Args:
+        rows: [n, width] of e4m3, width at most MAX_SETTLED_WIDTH; updated in place, and its scales
+            written. The scale of a row with NaN or infinity is NaN.
+        codes: [parts, n] uint8, of the scales of each part (eight_bit.cuh).
+        part: columns of a part, a multiple of 16 and at least MIN_PART.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+    """
+    num_rows, width = rows.values.shape
+    if rows.check("rows", num_rows, width) != BYTE_TYPES[torch.float8_e4m3fn]:
+        raise ValueError(f"rows.values is {rows.values.dtype}; expected {torch.float8_e4m3fn}")
+    if width % 16 or width > MAX_SETTLED_WIDTH:
+        raise ValueError(
+            f"a row has {width} values; allowed: multiples of 16 up to {MAX_SETTLED_WIDTH}"
+        )
+    if part % 16 or part < MIN_PART:
+        raise ValueError(f"part is {part}; allowed: multiples of 16 from {MIN_PART} on")
+    check("codes", codes, (-(-width // part), num_rows), torch.uint8, vectors=False)
+    if not num_rows:
+        return
+    kernel("quantization", _SETTLING)(
+        -(-num_rows // _ROWS_AT_ONCE),
+        32 * _ROWS_AT_ONCE,
+        rows.values,
+        rows.scales,
+        codes,
+        num_rows,
+        width,
+        part,
+        pdl=pdl,
+    )
+
+
 def _name(value_type: str, storage: str, per_thread: int, spreads: str) -> str:
     return f"quantize_rows<{value_type}, {storage}, {per_thread}{spreads}>"
 
@@ -165,4 +222,4 @@ def instantiations() -> list[Instantiation]:
         for storage in _TYPES.values()
         for per_thread in _VECTORS_PER_THREAD
     )
-    return [("quantization", names, ())]
+    return [("quantization", (*names, _SETTLING), ())]

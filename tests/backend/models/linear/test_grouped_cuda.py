@@ -63,7 +63,8 @@ def run(one: CudaGroupedLinear, way: str, num_tokens: int) -> None:
     x, wide = empty(ROWS, K), empty(ROWS, n)
     assert not one.norms(num_tokens) and not one.sums(num_tokens)
     if way == "gated":
-        one.gated(x, wide, empty(ROWS, n // 2), num_tokens)
+        half = empty(ROWS, n // 2)
+        assert one.gated(x, wide, half, num_tokens, one) is half
     else:
         getattr(one, way)(x, wide, num_tokens)
 

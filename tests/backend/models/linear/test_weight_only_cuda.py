@@ -53,7 +53,8 @@ def run(one: CudaWeightOnlyLinear, num_tokens: int) -> None:
     assert one.input_rows(num_tokens) is None and not one.norms(num_tokens)
     one.product(x, wide, num_tokens)
     one.add(x, wide, num_tokens)
-    one.gated(x, wide, empty(ROWS, N // 2), num_tokens)
+    half = empty(ROWS, N // 2)
+    assert one.gated(x, wide, half, num_tokens, one) is half
 
 
 def templates(launched: Launched) -> set[str]:

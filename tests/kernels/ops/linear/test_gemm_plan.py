@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight_kernels.ops.linear import gemm, operands
+from inflight_kernels.ops.linear import gemm, operands, scaled_rows
 from inflight_kernels.ops.linear.gemm import Plan, Shape, plan, prefers, utilization
+from inflight_kernels.ops.linear.scaled_rows import MAX_SETTLED_WIDTH, num_codes
 
 # name: (n, gated)
 LAYERS = {
@@ -33,13 +34,13 @@ HEADER = (CSRC / "hopper_linear.cuh").read_text()
 CONSTANTS = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", SOURCE)}
 
 
-def boxes(cut: Plan, m: int, width: int, gated: bool) -> list[tuple[int, int]]:
+def boxes(cut: Plan, m: int, width: int, gated: bool, scaled: bool) -> list[tuple[int, int]]:
     """First token and first column of the tile of each block, as the kernel finds them."""
     columns = cut.shape.rows // 2 if gated else cut.shape.rows
     share = cut.shape.share_weight
     token_tiles = -(-m // (gemm._TOKENS * (2 if share else 1)))
     row_tiles = -(-width // (columns * (1 if share else 2)))
-    at_once = CONSTANTS["TILES_AT_ONCE"]
+    at_once = CONSTANTS["GATE_TILES_AT_ONCE" if gated and scaled else "TILES_AT_ONCE"]
     found = []
     for cluster in range(cut.clusters):
         for tile in range(cluster, token_tiles * row_tiles, cut.clusters):
@@ -59,15 +60,16 @@ def boxes(cut: Plan, m: int, width: int, gated: bool) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("num_multiprocessors", [2, 78, HOPPER])
+@pytest.mark.parametrize("scaled", [False, True])
 def test_every_place_of_the_output_is_in_one_tile(
-    layer: str, m: int, num_multiprocessors: int
+    layer: str, m: int, num_multiprocessors: int, scaled: bool
 ) -> None:
     n, gated = LAYERS[layer]
     width = n // 2 if gated else n
-    cut = plan(m, n, gated, num_multiprocessors)
+    cut = plan(m, n, gated, num_multiprocessors, scaled)
     columns = cut.shape.rows // 2 if gated else cut.shape.rows
     assert 2 * cut.clusters <= num_multiprocessors
-    found = boxes(cut, m, width, gated)
+    found = boxes(cut, m, width, gated, scaled)
     assert len(found) == len(set(found)) == 2 * cut.tiles
     wanted = {
         (token, column)
@@ -88,26 +90,34 @@ def test_utilization_is_a_fraction(m: int) -> None:
         assert 0 < utilization(m, n, gated, HOPPER) <= 1
 
 
+# Shape, gated, scaled, and whether results are quantised.
 KERNELS = [
-    *((shape, True, False) for shape in gemm._GATED),
-    *((shape, False, False) for shape in gemm._PLAIN),
-    *((shape, gated, True) for shape in gemm._SCALED for gated in (False, True)),
+    *((shape, True, False, False) for shape in gemm._GATED),
+    *((shape, False, False, False) for shape in gemm._PLAIN),
+    *((shape, gated, True, False) for shape in gemm._SCALED for gated in (False, True)),
+    *((shape, True, True, True) for shape in gemm._SCALED),
 ]
+each_kernel = pytest.mark.parametrize(("shape", "gated", "scaled", "quantizes"), KERNELS, ids=str)
 
 
-@pytest.mark.parametrize(("shape", "gated", "scaled"), KERNELS, ids=str)
-def test_a_shape_suits_the_hardware(shape: gemm.Shape, gated: bool, scaled: bool) -> None:
-    layout = gemm.layout(shape, gated, scaled)
+@each_kernel
+def test_a_shape_suits_the_hardware(
+    shape: gemm.Shape, gated: bool, scaled: bool, quantizes: bool
+) -> None:
+    layout = gemm.layout(shape, gated, scaled, quantizes)
     assert layout.num_bytes <= operands.MAX_SHARED_BYTES
     assert layout.stages >= 4, "too few steps to hide the latency of memory"
     assert shape.rows % 16 == 0, "half of the rows, a box, is whole units of 8 rows, swizzled"
     assert re.search(rf"PRODUCT_MULTIPLY\({shape.rows},", HEADER), "no such instruction"
 
 
-@pytest.mark.parametrize(("shape", "gated", "scaled"), KERNELS, ids=str)
-def test_results_have_room_beside_the_stages(shape: Shape, gated: bool, scaled: bool) -> None:
-    """Those of a tile, in 16 bits, and copied as whole boxes, unless they go to memory directly."""
-    layout = gemm.layout(shape, gated, scaled)
+@each_kernel
+def test_results_have_room_beside_the_stages(
+    shape: Shape, gated: bool, scaled: bool, quantizes: bool
+) -> None:
+    """Those of a tile, in 8 or 16 bits, and copied as whole boxes, unless they go to memory
+    directly."""
+    layout = gemm.layout(shape, gated, scaled, quantizes)
     stages = layout.stages * shape.step_bytes
     if not scaled:
         assert layout.box is None and layout.num_bytes == stages + 1024
@@ -116,8 +126,29 @@ def test_results_have_room_beside_the_stages(shape: Shape, gated: bool, scaled: 
     assert layout.box is not None
     tokens, width = layout.box
     assert gemm._TOKENS % tokens == columns % width == 0
-    assert width * 2 in (32, 64), "bytes of a swizzled row"
-    assert layout.num_bytes >= stages + 1024 + gemm._TOKENS * columns * 2
+    if quantizes:
+        assert width % 16 == 0 and width <= 256, "bytes of a row that is not swizzled"
+        assert tokens * width % 128 == 0, "a box is aligned"
+    else:
+        assert width * 2 in (32, 64), "bytes of a swizzled row"
+    size = 1 if quantizes else 2
+    assert layout.num_bytes >= stages + 1024 + gemm._TOKENS * columns * size
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_a_quantised_gate_has_a_kernel_and_room_for_its_codes(m: int) -> None:
+    for n in (16 * 2, 3072, 28672, 2 * MAX_SETTLED_WIDTH):
+        shape = plan(m, n, True, HOPPER, True).shape
+        compiled = {name for _, names, _ in gemm.instantiations() for name in names}
+        assert all(
+            gemm._quantizing_name(shape, storage) in compiled
+            for storage in operands.SCALED_OUT_TYPES.values()
+        )
+        parts = -(-n // 2 // (shape.rows // 2))
+        assert m * parts <= num_codes(m, n // 2)
+        assert gemm.can_quantize_gate(n)
+    assert not gemm.can_quantize_gate(2 * MAX_SETTLED_WIDTH + 32)
+    assert not gemm.can_quantize_gate(16)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -135,6 +166,10 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert f"STAGE_DEPTH = {operands.STAGE_DEPTH_BYTES} / " in HEADER
     assert CONSTANTS["GROUPS"] * 64 == gemm._TOKENS
     assert (CONSTANTS["GROUPS"] + 1) * 128 == gemm._THREADS
+    settling = (CSRC.parent / "layer/quantization.cu").read_text()
+    found = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", settling)}
+    assert found["ROWS_AT_ONCE"] == scaled_rows._ROWS_AT_ONCE
+    assert found["MAX_PARTS"] == scaled_rows._MAX_PARTS
 
 
 # ---------------------------------------------------------------- when it is preferred
