@@ -19,6 +19,9 @@ from inflight_kernels.runtime.launch import (
 _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
 
+_ROWS_AT_ONCE = 4
+"""Of a block, if there are many rows."""
+
 _QUANTIZED_TYPES = {torch.bfloat16: STORAGE_TYPES[torch.bfloat16]}
 """Types of x whose norm can be quantised."""
 
@@ -73,14 +76,18 @@ def rms_norm(
         return
     name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
     spreads = out.spreads if isinstance(out, ScaledRows) else ""
+    # A block of several rows has threads with several vectors.
+    at_once = _ROWS_AT_ONCE if fewest > 1 else 1
     kernel("norm", _scaled_name(value_type, name, spreads) if value_type else name)(
-        num_rows,
+        -(-num_rows // at_once),
         threads,
         x,
         x if residual is None else residual,
         weight,
         outputs[0] if total is None else total,
         *outputs,
+        num_rows,
+        at_once,
         hidden,
         eps,
         *spread_bits,

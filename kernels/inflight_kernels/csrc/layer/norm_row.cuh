@@ -8,12 +8,16 @@
 template <typename T>
 struct StoredRows {
     using Loaded = uint4;
+    static constexpr bool SEVERAL = true;  // rows of a block, if threads have several vectors
     const T* x;
+    int num_rows;
+    int at_once;  // of a block
 
     // Of this block. The last rows are first: they are still in the L2 cache, if the preceding
     // product has written them last.
-    __device__ int row() const { return gridDim.x - 1 - blockIdx.x; }
-    // By all threads of the block of a row, after pdl_wait.
+    __device__ int first() const { return num_rows - 1 - blockIdx.x * at_once; }
+    __device__ int last() const { return max(first() - at_once + 1, 0); }
+    // By all threads of the block, after pdl_wait.
     __device__ void begin() const {}
     // A vector, `place` values from the first row's start, in `column` of its row.
     __device__ uint4 load(long long place, int) const { return load_vector(x + place); }
@@ -43,10 +47,12 @@ __device__ float row_sum(const float (&values)[VECTORS], float (&partial)[MAX_PA
     return warp_sum(sum);
 }
 
-// One block per row of `hidden` values, covered by blockDim.x * VECTORS 16-byte vectors of T. The
-// residual and `total` are in R, which is T or float. A row is kept in registers between its sum of
-// squares and its scaling. If types are equal, `total` and `out` may alias `x` or `residual`: a
-// thread writes only what it has read itself.
+// Rows of `hidden` values, covered by blockDim.x * VECTORS 16-byte vectors of T. The residual and
+// `total` are in R, which is T or float. A row is kept in registers between its sum of squares and
+// its scaling. A block has one row, or several if there are many: then it reads the weights, twice
+// as many bytes as a row has, only once, and the next row before it has finished one. If types are
+// equal, `total` and `out` may alias `x` or `residual`: a thread writes only what it has read
+// itself.
 //
 // ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
 // or Fp8 or Int8 with a scale for each row. SPREADS: by spread_bits first (see spread_columns).
@@ -58,7 +64,9 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
     constexpr int PARTS = N / M;  // vectors of R with the values of one of T
     static_assert(PARTS * M == N, "R has at least the size of T");
     __shared__ float partial[MAX_PARTIAL_SUMS];
-    const long long row = static_cast<long long>(x.row()) * hidden;
+    constexpr bool SEVERAL = Rows::SEVERAL && VECTORS > 1 && !ADD;
+    int own = x.first(), last = own;
+    if constexpr (SEVERAL) last = x.last();
 
     pdl_launch_dependents();
     // No kernel writes weights, so they are loaded while the preceding one ends; those of a long row
@@ -72,24 +80,36 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
     }
     // Others would take more registers, of which many rows need few.
     constexpr bool REHEARSES = VECTORS == 1;
-#pragma unroll 1
-    for (bool real = !REHEARSES || !rehearses();; real = true) {
-        if (real) {
-            pdl_wait();
-            x.begin();
-        }
-
-        typename Rows::Loaded values[VECTORS] = {};
-        uint4 sums[VECTORS][PARTS] = {};  // as they are stored
+    typename Rows::Loaded values[VECTORS];
+    uint4 sums[VECTORS][PARTS];  // as they are stored
+    const auto load = [&](long long row) {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             const int column = (i * blockDim.x + threadIdx.x) * N;
-            if (real && column < hidden) {
+            if (column < hidden) {
                 values[i] = x.load(row + column, column);
 #pragma unroll
                 for (int part = 0; part < PARTS; part++)
                     if (ADD) sums[i][part] = load_vector(residual + row + column + part * M);
             }
+        }
+    };
+    bool real = !REHEARSES || !rehearses(), is_loaded = false;
+    if (!real) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            values[i] = {};
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) sums[i][part] = {};
+        }
+    }
+#pragma unroll 1
+    for (;;) {
+        const long long row = static_cast<long long>(own) * hidden;
+        if (real && !is_loaded) {
+            pdl_wait();
+            x.begin();
+            load(row);
         }
 
         float squares[VECTORS] = {};
@@ -120,6 +140,7 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
                 for (int j = 0; j < N; j++) squares[i] += a[j] * a[j];
             }
         }
+        if (SEVERAL && own > last) load(row - hidden);
         const float scale = rsqrtf(row_sum(squares, partial) / hidden + eps);
 
         // Values of a vector, normed.
@@ -166,7 +187,7 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
                 for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
             }
             const RowScale<Out> quantized(block_max(largest, maxima));
-            if (real && threadIdx.x == 0) scales[x.row()] = quantized.scale;
+            if (real && threadIdx.x == 0) scales[own] = quantized.scale;
 #pragma unroll
             for (int i = 0; i < VECTORS; i++) {
                 const int column = (i * blockDim.x + threadIdx.x) * N;
@@ -177,7 +198,10 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
                 }
             }
         }
-        if (real) return;
-        __syncthreads();
+        if (real && own == last) return;
+        if (!SEVERAL || SAME<Out, T>) __syncthreads();  // else block_max has one, after row_sum's
+        if (SEVERAL) own--;
+        is_loaded = SEVERAL;
+        real = true;
     }
 }

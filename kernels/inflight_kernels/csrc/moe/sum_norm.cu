@@ -11,7 +11,8 @@ struct SummedExperts {
     ExpertRows<T> experts;
     Parts& parts;
 
-    __device__ int row() const { return blockIdx.x; }
+    static constexpr bool SEVERAL = false;
+    __device__ int first() const { return blockIdx.x; }
     __device__ void begin() const { experts.find(parts); }
     __device__ Loaded load(long long place, int column) const {
         Loaded sum = {};
