@@ -31,6 +31,7 @@ from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention.operands import AttentionParams
+from inflight_kernels.ops.attention.rows import TokenChunks
 from inflight_kernels.ops.batch_state import NO_DRAFT, NOT_DRAFTED, BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass, MatchLimits
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
@@ -68,7 +69,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "top_logprobs", top_logprobs)
     monkeypatch.setattr(sampling, "count_output_tokens", count_output_tokens)
     monkeypatch.setattr(sampling, "mark_prompt_tokens", mark_prompt_tokens)
-    for model in (decoder_cuda, residual, eagle3_cuda):
+    for model in (decoder_cuda, residual, eagle3_cuda, attention):
         monkeypatch.setattr(model, "embedding", embedding)
     monkeypatch.setattr(decoder_cuda, "_ACTIVATIONS", _ACTIVATIONS)
     for op in (norm_columns, scale_cap):
@@ -96,6 +97,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(attention, "attention", kernels)
     monkeypatch.setattr(attention, "planning", _Ops(plan))
+    monkeypatch.setattr(attention, "find_chunks", find_chunks)
     host_experts.install(monkeypatch, host_linear.HostLinear)
     host_latent.install(monkeypatch, HostRopeInputs, norm_columns)
 
@@ -515,6 +517,21 @@ def workspace_size(*shape: int, batch_invariant: bool, kv_dtype: torch.dtype | N
 
 def plan(*operands: object, **settings: object) -> None:
     pass
+
+
+def find_chunks(
+    tokens: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    block_tables: Tensor,
+    *,
+    out: TokenChunks,
+    pdl: bool,
+) -> None:
+    chunks = torch.searchsorted(query_start[1:-1].contiguous(), tokens, right=True)
+    width = min(block_tables.shape[1], out.block_tables.shape[1])
+    out.block_tables[:, :width] = block_tables[chunks, :width]
+    out.seq_lens.copy_(positions[tokens] + 1)
 
 
 class HostCascade:

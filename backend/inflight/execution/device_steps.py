@@ -119,14 +119,14 @@ class DeviceSteps:
             self.drafter.allocate(self._cache, num_blocks)
             self.caches += [data for cache in self.drafter.caches for data in cache.data]
 
-    def forward(self, size: StepSize) -> None:
-        """Launch a step's kernels up to the logits."""
+    def forward(self, size: StepSize, num_layers: int | None = None) -> None:
+        """Launch a step's kernels up to the logits; num_layers as for `Decoder.forward`."""
         step, state = self.batch.step, self.batch.state
         block_size = self._config.block_size
         batch_state.begin_step(
             step, state, size.num_chunks, block_size, size.num_tokens, size.num_rows
         )
-        self.model.forward(self._rows, size, self._cache)
+        self.model.forward(self._rows, size, self._cache, num_layers)
         if self.drafter is not None:
             self.drafter.forward(size)
 

@@ -100,6 +100,9 @@ def _run(steps: DeviceSteps, config: EngineConfig, settings: DecoderSettings) ->
         if drafter is not None:
             steps.update_drafter(size)
     if drafter is not None:
+        # If it takes features of the last of these few layers, that has had all rows so far.
+        full = config.max_num_batched_tokens
+        steps.forward(StepSize(full, 1, 1, full), steps.model.spec.num_layers)
         most = config.max_num_seqs
         for chunks in sorted({*_few(most), *row_counts(most)}):
             drafter.draft(steps.batch, chunks, 2)  # the passes after the first are alike

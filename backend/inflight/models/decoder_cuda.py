@@ -162,6 +162,7 @@ def _attention(
         max_rows=max_rows,
         max_len=settings.max_len,
         batch_invariant=invariant,
+        dtype=settings.dtype,
         kv_dtype=settings.quantized_kv,
     )
 
@@ -390,7 +391,7 @@ class Decoder:
         # After its keys and values, the last layer is computed only for these rows.
         num_kept = num_tokens if spec.num_layers in aux_layers else num_rows
         normed, qkv = buffers.normed[:num_tokens], buffers.qkv[:num_tokens]
-        residual, attended = self._residual, buffers.attended
+        residual = self._residual
 
         self._valid_tokens.count = inputs.num_tokens
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
@@ -414,19 +415,36 @@ class Decoder:
             if index == last and not num_kept:
                 passes[which].write(buffers.qkv, kv, learned)
                 return
-            passes[which].layer(buffers.qkv, kv, attended, learned)
-            num_left = num_tokens
-            if index == last and num_kept < num_tokens:
-                num_left, kept = num_kept, inputs.sample_rows[:num_kept]
-                residual, attended = self._last, self._last_attended
+            is_cut, num_left = index == last and num_kept < num_tokens, num_tokens
+            kept = inputs.sample_rows[:num_kept] if is_cut else None
+            attended = self._attend(passes[which], kv, learned, num_tokens, kept)
+            if kept is not None:
+                num_left, residual = num_kept, self._last
                 residual.take(kept, self._residual, num_tokens)
-                embedding(kept, buffers.attended[:num_tokens], out=attended[:num_kept], pdl=True)
                 if spec.layers[index].parallel:
                     x = self._last_normed
                     embedding(kept, normed, out=x[:num_kept], pdl=True)
             self._end_block(index, attended, x, residual, num_left)
 
         self._score(inputs, residual, num_kept, num_rows, aux_layers.get(spec.num_layers, ()))
+
+    def _attend(
+        self,
+        own: LayerPass,
+        kv: PagedKV,
+        learned: AttentionWeights | LatentLayer,
+        num_tokens: int,
+        kept: Tensor | None,
+    ) -> Tensor:
+        """The entire buffer with a layer's attention of all T tokens, or of those `kept` alone."""
+        qkv, attended, last = self._buffers.qkv, self._buffers.attended, self._last_attended
+        if kept is not None and own.rows(qkv, kv, kept, last, learned):
+            return last
+        own.layer(qkv, kv, attended, learned)
+        if kept is None:
+            return attended
+        embedding(kept, attended[:num_tokens], out=last[: len(kept)], pdl=True)
+        return last
 
     def _score(
         self,

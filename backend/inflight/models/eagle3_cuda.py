@@ -87,6 +87,7 @@ class Head:
             max_rows=settings.max_rows,
             max_len=settings.max_len,
             batch_invariant=settings.batch_invariant,
+            dtype=settings.dtype,
             kv_dtype=settings.quantized_kv,
         )
 

@@ -20,7 +20,7 @@ _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
 
 _ROWS_AT_ONCE = 4
-"""Of a block, if there are many rows."""
+"""Of a block, if there are many rows; its threads have several vectors of each."""
 
 _QUANTIZED_TYPES = {torch.bfloat16: STORAGE_TYPES[torch.bfloat16]}
 """Types of x whose norm can be quantised."""
@@ -65,20 +65,16 @@ def rms_norm(
     sum_type = torch.float32 if widens else x.dtype
     if (residual is None) != (total is None) and not (widens and residual is None):
         raise ValueError("residual and total must be given together")
-    for which, tensor in (("residual", residual), ("total", total)):
-        if tensor is not None:
-            check(which, tensor, (num_rows, hidden), sum_type)
-    if total is not None and num_rows and _same_memory(total, outputs[0]):
-        raise ValueError("total and out must not share memory")
+    _check_sums(residual, total, x.shape, sum_type, outputs[0])
     fewest = fewest_vectors(num_rows) if residual is None else 1
     per_thread, threads = block_of(vectors_in("hidden", hidden, x.dtype), hidden, sum_type, fewest)
     if not num_rows:
         return
     name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
-    spreads = out.spreads if isinstance(out, ScaledRows) else ""
-    # A block of several rows has threads with several vectors.
+    if isinstance(out, ScaledRows):
+        name = _scaled_name(value_type, name, out.spreads)
     at_once = _ROWS_AT_ONCE if fewest > 1 else 1
-    kernel("norm", _scaled_name(value_type, name, spreads) if value_type else name)(
+    kernel("norm", name)(
         -(-num_rows // at_once),
         threads,
         x,
@@ -108,6 +104,21 @@ def _check_rows(
         return (out.values, out.scales), value_type, (out.spread_bits,)
     check("out", out, tuple(x.shape), x.dtype)
     return (out,), "", ()
+
+
+def _check_sums(
+    residual: Tensor | None,
+    total: Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    out: Tensor,
+) -> None:
+    """Check these operands, of such a shape and type, beside the values of out."""
+    for name, tensor in (("residual", residual), ("total", total)):
+        if tensor is not None:
+            check(name, tensor, shape, dtype)
+    if total is not None and len(total) and _same_memory(total, out):
+        raise ValueError("total and out must not share memory")
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

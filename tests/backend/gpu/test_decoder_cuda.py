@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models.layers import residual
+from inflight.models.layers import attention, residual
 from mixed_step import EVERY_ROW, SAMPLED, make_model, run
 
 pytestmark = pytest.mark.gpu
@@ -32,10 +32,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @sampled_rows
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("num_layers", [None, 1])
+@pytest.mark.parametrize("attended", ["all", "sampled rows"])
 def test_the_last_layer_ends_for_the_sampled_rows_alone(
-    checkpoint: Checkpoint, sampled: list[int], batch_invariant: bool, num_layers: int | None
+    checkpoint: Checkpoint,
+    sampled: list[int],
+    batch_invariant: bool,
+    num_layers: int | None,
+    attended: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logits as in a step in which every row is sampled, and the same cache, bit by bit."""
+    if attended == "sampled rows":
+        monkeypatch.setattr(attention, "_MIN_STEP_TOKENS", 1)
+        monkeypatch.setattr(attention, "_MIN_CHUNK_TOKENS", 1)
     model = make_model(checkpoint, torch.bfloat16, torch.device("cuda"), batch_invariant)
     whole, whole_cache = run(model, EVERY_ROW, num_layers)
     logits, cache = run(model, sampled, num_layers)

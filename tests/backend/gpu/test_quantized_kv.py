@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.core.request import Request
@@ -15,6 +16,8 @@ from inflight.core.step_size import StepSize
 from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
 from inflight.execution.graphs.capture import capture_graph
+from inflight.models.layers import attention
+from inflight_kernels.ops.attention.rows import find_chunks
 from windowed import LENGTHS, keep_all, make_engine, requests, run_poisoned, write_model
 
 pytestmark = pytest.mark.gpu
@@ -118,6 +121,35 @@ def test_captured_steps_with_prompts_have_the_texts_of_launched_ones(
     assert generate(make_engine(checkpoint, "gpu", **settings), requests(LENGTHS)) == expected
     assert replayed[0].num_tokens >= sum(LENGTHS) > 512
     assert (replayed[0].prompt_keys is None) == (kv_dtype == "auto")
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["5 of 6 layers", "3 of 4 layers, with sinks"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_sampled_rows_that_are_attended_alone_have_the_logits_of_all(
+    tmp_path: Path, kv_dtype: str, name: str, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the last layer: by another kernel, of the cache as it is."""
+    checkpoint, wanted = model(tmp_path, 128, name), requests(LENGTHS, max_tokens=1)
+    settings: dict[str, Any] = {
+        "kv_cache_dtype": kv_dtype,
+        "cuda_graphs": cuda_graphs,
+        "max_num_batched_tokens": 1024,
+    }
+    expected = first_logprobs(make_engine(checkpoint, "gpu", **settings), wanted)
+    monkeypatch.setattr(attention, "_MIN_STEP_TOKENS", 256)
+    monkeypatch.setattr(attention, "_MIN_CHUNK_TOKENS", 128)
+    taken: list[int] = []
+
+    def counted(tokens: Tensor, *operands: Any, **settings: Any) -> None:
+        taken.append(len(tokens))
+        find_chunks(tokens, *operands, **settings)
+
+    monkeypatch.setattr(attention, "find_chunks", counted)
+    found = first_logprobs(make_engine(checkpoint, "gpu", **settings), wanted)
+    assert taken
+    for own, other in zip(found, expected, strict=True):
+        assert abs(own - other) < TOLERANCES.get(kv_dtype, 0.1), (found, expected)
 
 
 @each_dtype

@@ -69,6 +69,32 @@ def test_the_last_layer_ends_for_the_sampled_rows_alone(
     assert gated == [NUM_TOKENS] * ((num_layers or 2) - 1) + last
 
 
+@sampled_rows
+@pytest.mark.parametrize("max_q_len", [13, 14], ids=["as long as must be", "too short"])
+def test_few_sampled_rows_of_a_long_prompt_are_attended_alone(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, sampled: list[int], max_q_len: int
+) -> None:
+    """Those of the last layer, with the keys that each has."""
+    monkeypatch.setattr(attention, "_MIN_STEP_TOKENS", NUM_TOKENS)
+    monkeypatch.setattr(attention, "_MIN_CHUNK_TOKENS", max_q_len)
+    monkeypatch.setattr(attention, "_MAX_LAST_ROWS", 4)
+    model = make_model(checkpoint, torch.float32, torch.device("cpu"))
+    whole, whole_cache = run(model, EVERY_ROW)
+    counts: list[int] = []
+    inner = attention.attention.attend
+
+    def attend(q: Tensor, *operands: Any, **settings: Any) -> None:
+        counts.append(len(q))
+        inner(q, *operands, **settings)
+
+    monkeypatch.setattr(attention.attention, "attend", attend)
+    logits, cache = run(model, sampled)
+    torch.testing.assert_close(logits, whole[sampled], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache, whole_cache, atol=1e-6, rtol=1e-6)
+    few = len(sampled) <= 4 and max_q_len == 13
+    assert counts == [NUM_TOKENS] + ([len(sampled) if few else NUM_TOKENS] if sampled else [])
+
+
 def test_a_step_that_samples_nothing_has_no_attention_in_the_last_layer(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

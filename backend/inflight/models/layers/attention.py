@@ -16,12 +16,15 @@ from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
 from inflight_kernels.ops.attention import attention, planning
 from inflight_kernels.ops.attention.operands import (
+    BLOCK_SIZES,
     AttentionMetadata,
     AttentionParams,
     AttentionWeights,
     Cascade,
     DequantizedKV,
 )
+from inflight_kernels.ops.attention.rows import TokenChunks, find_chunks
+from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
@@ -30,6 +33,12 @@ _BLOCK_SIZE = 16
 # Keys of prompts that are dequantised at once, in full steps: more than a step's own tokens, as
 # earlier chunks and cached prefixes count too. A step with more of them has a slower kernel.
 _DEQUANTIZED_STEPS = 4
+
+# Of a last layer, up to so many rows are attended alone, in steps of at least so many tokens that
+# have a chunk of at least so many: else the attention of all takes less than 100 us.
+_MAX_LAST_ROWS = 64
+_MIN_STEP_TOKENS = 2048
+_MIN_CHUNK_TOKENS = 1024
 
 
 def max_dequantized_keys(max_len: int, max_tokens: int) -> int:
@@ -94,6 +103,18 @@ class LayerPass(Protocol):
     def write(self, qkv: Tensor, kv: PagedKV, weights: Any) -> None:
         """Launch only the KV cache write, for a last layer whose output is not needed."""
 
+    def rows(self, qkv: Tensor, kv: PagedKV, tokens: Tensor, out: Tensor, weights: Any) -> bool:
+        """Launch the attention of some tokens of a last layer alone, if that is faster.
+
+        Args:
+            qkv, kv, weights: as for `layer`.
+            tokens: [s] int64, rows of the step.
+            out: [s or more, out_width].
+
+        Returns:
+            Whether it is; if not, nothing was launched.
+        """
+
 
 class RotaryTables:
     """cos and sin of each of a model's rotary embeddings, on a GPU.
@@ -132,7 +153,8 @@ class Attention:
         max_rows: maximum n.
         max_len: maximum sequence length.
         batch_invariant: results for a token do not depend on the other tokens of its step.
-        kv_dtype: of a KV cache of 8 bits; None for one in the activations' type.
+        dtype: of the activations.
+        kv_dtype: of a KV cache of 8 bits; None for one in that type.
     """
 
     def __init__(
@@ -144,6 +166,7 @@ class Attention:
         max_rows: int,
         max_len: int,
         batch_invariant: bool,
+        dtype: torch.dtype,
         kv_dtype: torch.dtype | None,
     ) -> None:
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -168,6 +191,9 @@ class Attention:
                 most_keys, max_rows, self._params, self._cos.device
             )
         self._cascade = Cascade.empty(max_rows, _BLOCK_SIZE, self._params, self._cos.device)
+        self._last_rows: LastRows | None = None
+        if max_tokens >= _MIN_STEP_TOKENS and not batch_invariant:
+            self._last_rows = LastRows.empty(self._params, max_len, dtype, self._cos.device)
 
     def begin(
         self,
@@ -220,7 +246,8 @@ class Attention:
         )
         positions, slot_mapping = rows.positions[:num_tokens], table.slot_mapping[:num_tokens]
         inputs = RopeInputs(positions, slot_mapping, self._cos, self._sin)
-        return AttentionPass(metadata, inputs, rotates)
+        last_rows = self._last_rows if LastRows.are_few(size) else None
+        return AttentionPass(metadata, inputs, rotates, last_rows)
 
     def _rotates_chunk(self, size: StepSize) -> bool:
         """Whether attention rotates q and k of a chunk alone: of one that verifies drafts, or a
@@ -241,6 +268,73 @@ class Attention:
         return self._cascade
 
 
+@dataclass(frozen=True, slots=True)
+class LastRows:
+    """Memory for the attention of a step's sampled rows alone, of which a last layer has no other.
+    As chunks of one token they have another kernel.
+
+    Attributes:
+        params: of the attention.
+        chunks: of _MAX_LAST_ROWS tokens.
+        qkv: [_MAX_LAST_ROWS, (H + 2 * G) * D], theirs.
+        workspace: of their plan.
+    """
+
+    params: AttentionParams
+    chunks: TokenChunks
+    qkv: Tensor
+    workspace: Tensor
+
+    @classmethod
+    def empty(
+        cls, params: AttentionParams, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> LastRows:
+        """For sequences of up to max_len tokens, with activations of this type."""
+        count = _MAX_LAST_ROWS
+        size = attention.workspace_size(
+            count,
+            count,
+            params.num_heads,
+            params.num_kv_heads,
+            params.head_dim,
+            batch_invariant=False,
+            kv_dtype=params.kv_dtype,
+        )
+        workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        num_blocks = -(-max_len // min(BLOCK_SIZES))
+        width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
+        qkv = torch.zeros(count, width, dtype=dtype, device=device)
+        return cls(params, TokenChunks.empty(count, num_blocks, device), qkv, workspace)
+
+    @staticmethod
+    def are_few(size: StepSize) -> bool:
+        """Whether the attention of all other rows of a step takes longer than one more plan."""
+        return (
+            size.num_rows <= _MAX_LAST_ROWS
+            and size.num_tokens >= _MIN_STEP_TOKENS
+            and size.max_q_len >= _MIN_CHUNK_TOKENS
+        )
+
+    def plan(self, tokens: Tensor, step: AttentionMetadata, positions: Tensor) -> AttentionMetadata:
+        """Launch the planning of the attention of some tokens [s] of a step alone."""
+        chunks, num_rows = self.chunks.first(len(tokens)), len(tokens)
+        find_chunks(tokens, positions, step.query_start, step.block_tables, out=chunks, pdl=True)
+        metadata = AttentionMetadata(
+            self.params,
+            chunks.query_start,
+            chunks.seq_lens,
+            chunks.block_tables,
+            num_rows,
+            self.workspace,
+            1,
+            planned=True,
+            dequantized=None,
+            cascade=None,
+        )
+        planning.plan(metadata, history_ready=False, pdl=True)
+        return metadata
+
+
 @dataclass(slots=True)
 class AttentionPass:
     """One pass over the layers; their shared inputs are checked and prepared once.
@@ -249,6 +343,7 @@ class AttentionPass:
         metadata: of the pass.
         rope: of its tokens.
         rotates: whether attention rotates q and k itself.
+        last_rows: for the sampled rows of a last layer, if they are few; else None.
         history_ready: the shared inputs and the KV written by previous steps are complete; true
             once the first layer's attention has been launched.
     """
@@ -256,6 +351,7 @@ class AttentionPass:
     metadata: AttentionMetadata
     rope: RopeInputs
     rotates: bool
+    last_rows: LastRows | None = None
     history_ready: bool = False
 
     def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: AttentionWeights) -> None:
@@ -290,10 +386,29 @@ class AttentionPass:
         """Launch only the KV cache write, for a last layer whose output is not needed."""
         self._rotate(qkv[: self.metadata.num_tokens], kv, weights.qk_norm)
 
+    def rows(
+        self, qkv: Tensor, kv: PagedKV, tokens: Tensor, out: Tensor, weights: AttentionWeights
+    ) -> bool:
+        """Launch the attention of some tokens of a last layer alone, if they are few."""
+        if self.last_rows is None:
+            return False
+        num_rows, qkv = len(tokens), qkv[: self.metadata.num_tokens]
+        own = self.last_rows.plan(tokens, self.metadata, self.rope.positions)
+        self._rotate(qkv, kv, weights.qk_norm)
+        taken = self.last_rows.qkv[:num_rows]
+        embedding(tokens, qkv, out=taken, pdl=True)
+        q = self._queries(taken)
+        attention.attend(q, kv, own, out[:num_rows], sinks=weights.sinks, pdl=True)
+        return True
+
     def _rotate(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> Tensor:
         """Rotate q and k, write k and v into the cache; returns q [T, H, D], in place."""
-        num_heads, head_dim = self.metadata.spec.num_heads, self.metadata.spec.head_dim
-        q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
+        q = self._queries(qkv)
         ready = self.history_ready
         rope_write_kv(qkv, self.rope, kv, q_out=q, qk_norm=qk_norm, history_ready=ready, pdl=True)
         return q
+
+    def _queries(self, qkv: Tensor) -> Tensor:
+        """q [T, H, D] of qkv."""
+        num_heads, head_dim = self.metadata.spec.num_heads, self.metadata.spec.head_dim
+        return qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)

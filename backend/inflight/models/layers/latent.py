@@ -166,6 +166,12 @@ class LatentPass:
             pdl=True,
         )
 
+    def rows(
+        self, qkv: Tensor, kv: PagedKV, tokens: Tensor, out: Tensor, weights: LatentLayer
+    ) -> bool:
+        """Not supported: a last layer computes the attention of all tokens."""
+        return False
+
     def _projections(self, qkv: Tensor, weights: LatentLayer) -> Projections:
         """Queries, and what keys are made of, of the T tokens."""
         latent, num_tokens = self.shared.latent, self.metadata.num_tokens

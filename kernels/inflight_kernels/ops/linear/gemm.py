@@ -234,8 +234,7 @@ def linear(
     kernel("gemm_hopper", name)(
         2 * cut.clusters,
         _THREADS,
-        matrix_map(values_of(x), (_TOKENS if shape.share_weight else _TOKENS // 2, depth), 256),
-        matrix_map(values_of(weight), (shape.rows // 2, depth), 256),
+        *_operand_maps(shape, values_of(x), values_of(weight), depth),
         *scales,
         0 if bias is None else bias,
         *_results(residual, out, sizes.box),
@@ -266,8 +265,8 @@ def quantizing_gate(
     A row's scale is the least power of 16 with which no value is above 448. Each tile of the
     product quantises its columns of a row by the largest of these alone, and a second kernel gives
     all of them the row's scale (`settle_rows`). So a row is not read again to be quantised, unless
-    its tiles differ. Scales that are no powers of 16 would be as good: e4m3 has the same relative
-    precision in 15 powers of two, of which these leave 4 unused at most.
+    its tiles differ. The precision is that of other scales: e4m3 has the same relative one in 15
+    powers of two, of which these scales leave 4 unused at most.
 
     Args:
         x: [m, k] of e4m3.
@@ -288,31 +287,43 @@ def quantizing_gate(
         raise RuntimeError("this kernel requires a Hopper GPU")
     cut = plan(m, n, True, num_multiprocessors(), scaled=True)
     shape, part = cut.shape, cut.shape.rows // 2
-    parts = -(-(n // 2) // part)
-    if codes.dtype != torch.uint8 or codes.dim() != 1 or len(codes) < parts * m:
-        raise ValueError(
-            f"codes is {codes.dtype} {list(codes.shape)}; expected at least {parts * m} bytes"
-        )
+    of_parts = _codes_of_parts(codes, -(-(n // 2) // part), m)
     sizes = layout(shape, gated=True, scaled=True, quantizes=True)
     assert sizes.box is not None, "results of 8 bits are staged"
-    depth = STAGE_DEPTH_BYTES
     kernel("gemm_hopper", _quantizing_name(shape, storage))(
         2 * cut.clusters,
         _THREADS,
-        matrix_map(x.values, (_TOKENS if shape.share_weight else _TOKENS // 2, depth), 256),
-        matrix_map(weight.values, (shape.rows // 2, depth), 256),
+        *_operand_maps(shape, x.values, weight.values, STAGE_DEPTH_BYTES),
         x.scales,
         weight.scales,
         0 if bias is None else bias,
         matrix_map(out.values, sizes.box, 128, swizzles=False),
-        codes,
+        of_parts,
         m,
         n,
         k,
         shared=sizes.num_bytes,
         pdl=pdl,
     )
-    settle_rows(out, codes[: parts * m].view(parts, m), part, pdl=pdl)
+    settle_rows(out, of_parts, part, pdl=pdl)
+
+
+def _codes_of_parts(codes: Tensor, parts: int, m: int) -> Tensor:
+    """The first of them as [parts, m]."""
+    if codes.dtype != torch.uint8 or codes.dim() != 1 or len(codes) < parts * m:
+        raise ValueError(
+            f"codes is {codes.dtype} {list(codes.shape)}; expected at least {parts * m} bytes"
+        )
+    return codes[: parts * m].view(parts, m)
+
+
+def _operand_maps(shape: Shape, x: Tensor, weight: Tensor, depth: int) -> tuple[object, object]:
+    """The kernels' arguments for x and the weight; `depth`: columns of a stage."""
+    tokens = _TOKENS if shape.share_weight else _TOKENS // 2
+    return (
+        matrix_map(x, (tokens, depth), 256),
+        matrix_map(weight, (shape.rows // 2, depth), 256),
+    )
 
 
 def _results(
