@@ -49,27 +49,28 @@ struct RowScale {
     }
 };
 
-// A scale for a part of a row whose other parts are not known yet: a power of 16, so that most
-// parts of a row have the same one, and the others can be converted to the largest without loss,
-// but for the precision of small values. Of the 18 powers of two that e4m3 has, a scale leaves 4
-// unused at most. Scales are counted from 1 by a code; that of parts with NaN or infinity is
-// BROKEN_CODE.
+// A coarse scale of e4m3 for a part of a row whose other parts are not known yet: one of 2^-4, 2^4,
+// 2^12 and so on, and of 2^-12 and so on. Most parts of a row have the same one, as what an MLP has
+// between its layers is mostly below 28 = 2^-4 * 448; the others can be converted to the largest.
+// Of the 15 powers of two with e4m3's precision, a scale leaves 8 unused at most. It has a code;
+// that of parts with NaN or infinity is BROKEN_CODE.
 constexpr unsigned BROKEN_CODE = 255;
+constexpr unsigned COARSE_BITS = 8;  // log 2 of the ratio of adjacent scales
 
 // The least scale with which a part whose largest magnitude has these bits has no value above 448.
-__device__ inline unsigned scale_code(unsigned largest) {
+__device__ inline unsigned coarse_code(unsigned largest) {
     if (largest >= 0x7f800000u) return BROKEN_CODE;
     // With the exponent of the next power of two if it is above 1.75 = 448 / 256 times its own.
     const unsigned bits = max(largest, __float_as_uint(SMALLEST_AMAX));
-    return (((bits + 0x1fffffu) >> 23) + 4) / 4;
+    return (((bits + 0x1fffffu) >> 23) + 4) / COARSE_BITS;
 }
 
 // The scale of a code, or its inverse.
-__device__ inline float scale_of(unsigned code) {
-    return __uint_as_float(code == BROKEN_CODE ? 0x7fffffffu : (4 * code - 9) << 23);
+__device__ inline float coarse_scale(unsigned code) {
+    return __uint_as_float(code == BROKEN_CODE ? 0x7fffffffu : (COARSE_BITS * code - 5) << 23);
 }
-__device__ inline float inverse_scale_of(unsigned code) {
-    return __uint_as_float(code == BROKEN_CODE ? 0u : (263 - 4 * code) << 23);
+__device__ inline float inverse_coarse_scale(unsigned code) {
+    return __uint_as_float(code == BROKEN_CODE ? 0u : (259 - COARSE_BITS * code) << 23);
 }
 
 // Maximum over the block, whose size is a multiple of 32; returned to every thread. One barrier;

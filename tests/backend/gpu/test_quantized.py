@@ -190,7 +190,7 @@ def test_layers_that_share_memory_agree_with_float64_for_any_number_of_tokens(
 @pytest.mark.parametrize("num_tokens", [64, 65, 300])
 def test_an_mlp_is_as_exact_as_its_rounded_values(num_tokens: int) -> None:
     """Whether what is between its layers is quantised with a row's own scale, by a kernel of its
-    own, or by the first layer with a power of 16."""
+    own, or by the first layer with a coarse one."""
     torch.manual_seed(0)
     size, width, dtype = 1024, 3072, torch.bfloat16
     shapes = [(2 * width, size), (size, width)]

@@ -92,8 +92,8 @@ def _expected(x: ScaledRows, weight: ScaledRows, bias: Tensor | None = None) -> 
 
 
 def _exponent(largest: Tensor) -> Tensor:
-    """Of 16, of the least power that takes these magnitudes to 448 at most."""
-    return (largest / 448).log2().div(4).ceil().int()
+    """i of the least scale 2^(8 i - 4) that takes these magnitudes to 448 at most."""
+    return ((largest / 448).log2() + 4).div(8).ceil().int()
 
 
 def _check(found: ScaledRows, wanted: Expected) -> None:
@@ -102,8 +102,8 @@ def _check(found: ScaledRows, wanted: Expected) -> None:
     expected, of_sums = wanted
     largest = expected.abs().amax(1)
     mantissas, exponents = found.scales.frexp()
-    assert (mantissas == 0.5).all() and ((exponents - 1) % 4 == 0).all(), "no powers of 16"
-    exponents = (exponents - 1) // 4
+    assert (mantissas == 0.5).all() and ((exponents + 3) % 8 == 0).all(), "no coarse scales"
+    exponents = (exponents + 3) // 8
     # A maximum that is close to the border of a scale may have come to lie beyond it.
     assert (exponents >= _exponent(0.99 * largest)).all()
     assert (exponents <= _exponent(1.01 * largest)).all()
@@ -195,13 +195,13 @@ def test_settled_rows_have_the_scale_of_their_largest_part(
     values = (torch.randn(num_rows, width, device="cuda") * 100).clamp_(-448, 448).to(FP8)
     out.rows.values.copy_(values)
     parts = -(-width // part)
-    codes = torch.randint(32, 37, (parts, num_rows), device="cuda", dtype=torch.uint8)
-    codes[:, 0] = 34
+    codes = torch.randint(15, 19, (parts, num_rows), device="cuda", dtype=torch.uint8)
+    codes[:, 0] = 16
     settle_rows(out.rows, codes, part)
     settled = out.check()
     largest = codes.amax(0)
-    assert torch.equal(settled.scales, torch.exp2(4 * (largest.float() - 34)))
-    less = torch.exp2(4 * (codes.float() - largest.float()))
+    assert torch.equal(settled.scales, torch.exp2(8 * (largest.float() - 16) - 4))
+    less = torch.exp2(8 * (codes.float() - largest.float()))
     factors = less.T.repeat_interleave(part, 1)[:, :width]
     expected = (values.float() * factors).to(FP8)
     assert torch.equal(settled.values.view(torch.uint8), expected.view(torch.uint8))

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(32 * ROWS_AT_ONCE)
     }
     largest = __reduce_max_sync(FULL_WARP, largest);
     least = __reduce_min_sync(FULL_WARP, least);
-    if (lane == 0) scales[row] = scale_of(largest);
+    if (lane == 0) scales[row] = coarse_scale(largest);
     if (least == largest) return;  // as are most rows
 
     __syncwarp();
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32 * ROWS_AT_ONCE)
         if (code == largest) continue;
         const uint4 raw = vectors[i];
         // 0 if nothing is left of them.
-        const unsigned less = 4 * (largest - code);
+        const unsigned less = COARSE_BITS * (largest - code);
         const float factor = less < 127 ? __uint_as_float((127 - less) << 23) : 0.0f;
         const auto converted = [&](unsigned word) {
             unsigned low, high;

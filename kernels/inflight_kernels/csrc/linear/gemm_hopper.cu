@@ -200,7 +200,7 @@ __device__ void find_codes(const float (&sums)[N], unsigned (&codes)[2]) {
         for (int i = 2 * r; i < N; i += 4)
             largest = max(largest, max(magnitude(sums[i]), magnitude(sums[i + 1])));
         largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
-        codes[r] = scale_code(max(largest, __shfl_xor_sync(FULL_WARP, largest, 2)));
+        codes[r] = coarse_code(max(largest, __shfl_xor_sync(FULL_WARP, largest, 2)));
     }
 }
 
@@ -383,8 +383,8 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                 if constexpr (QUANTIZED) {
                     unsigned codes[2];
                     find_codes(results, codes);
-                    const float inverses[2] = {inverse_scale_of(codes[0]),
-                                               inverse_scale_of(codes[1])};
+                    const float inverses[2] = {inverse_coarse_scale(codes[0]),
+                                               inverse_coarse_scale(codes[1])};
                     results_of(group).write_bytes(results, inverses, results_parity);
                     // Last: the fence between results and their copy would wait for these.
 #pragma unroll

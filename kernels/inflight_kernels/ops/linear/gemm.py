@@ -262,11 +262,10 @@ def quantizing_gate(
 ) -> None:
     """silu(gate) * up, where gate | up = x @ weight.T + bias, quantised by rows.
 
-    A row's scale is the least power of 16 with which no value is above 448. Each tile of the
-    product quantises its columns of a row by the largest of these alone, and a second kernel gives
-    all of them the row's scale (`settle_rows`). So a row is not read again to be quantised, unless
-    its tiles differ. The precision is that of other scales: e4m3 has the same relative one in 15
-    powers of two, of which these scales leave 4 unused at most.
+    A row's scale is the least of the coarse ones (eight_bit.cuh) with which no value is above 448.
+    Each tile of the product quantises its columns of a row by the largest of these alone, and a
+    second kernel gives all of them the row's scale (`settle_rows`). So a row is not read again to
+    be quantised, unless its tiles differ.
 
     Args:
         x: [m, k] of e4m3.

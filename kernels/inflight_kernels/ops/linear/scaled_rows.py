@@ -171,9 +171,9 @@ def num_codes(num_rows: int, width: int) -> int:
 def settle_rows(rows: ScaledRows, codes: Tensor, part: int, *, pdl: bool = False) -> None:
     """Give each row one scale, where parts of it have scales of their own.
 
-    Scales are powers of 16. So most parts of a row have its largest one already. Values of others
-    are divided by a power of 16, which rounds only those again that are subnormal numbers of e4m3
-    then: more than 1,792 times smaller than the row's largest value.
+    These are coarse (eight_bit.cuh), so that most parts of a row have its largest one already.
+    Values of others are divided by a power of 256, which rounds only those again that are subnormal
+    numbers of e4m3 then: more than 112 times smaller than the row's largest value.
 
     Args:
         rows: [n, width] of e4m3, width at most MAX_SETTLED_WIDTH; updated in place, and its scales
