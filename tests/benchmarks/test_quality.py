@@ -21,8 +21,9 @@ import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.models.quantization.matrix import QuantizedMatrix, quantize
 from inflight.text.tokenizer import Tokenizer
-from inflight_kernels.torch_ops import kv_quantization
+from inflight_kernels.torch_ops import kv_quantization, quantization
 from quality import (
+    COARSE,
     FOUR_BITS,
     KV,
     LINEAR,
@@ -142,6 +143,30 @@ def test_variants_keep_the_gates(checkpoint: Checkpoint) -> None:
         assert variant.gate is not None and found.passes(variant.gate)
         # The file has no codes that could be kept.
         assert (found.mean_kl > 0) == (variant not in STORED)
+
+
+def test_coarse_scales_are_the_least_that_hold_a_row() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 200) * 10.0 ** torch.randint(-3, 4, (1, 200))
+    x[3], x[4, 100:] = 0.0, 0.0
+    values, scales = quality.coarse_rows(x)
+    mantissas, exponents = scales.frexp()
+    assert (mantissas == 0.5).all() and ((exponents + 3) % 8 == 0).all()
+    largest = x.abs().amax(1)
+    assert (largest <= 448 * scales).all()
+    assert (largest > 448 / 256 * scales)[x.any(1)].all()
+    # Numbers of e4m3, of a part or of the row: a sixteenth, or a step of the smallest ones.
+    allowed = torch.maximum(x.abs() / 16, scales[:, None] * 2.0**-9)
+    assert ((values.float() * scales[:, None] - x).abs() <= allowed * 1.001).all()
+
+
+def test_coarse_scales_of_inner_inputs_change_little(checkpoint: Checkpoint) -> None:
+    exact = quantization.quantize_rows
+    (fine,) = (variant for variant in LINEAR if variant.name == "fp8")
+    with_own, with_coarse = measured(checkpoint, fine, *COARSE)
+    assert with_own.mean_kl != with_coarse.mean_kl
+    assert 0.5 < with_coarse.mean_kl / with_own.mean_kl < 2
+    assert quantization.quantize_rows is exact
 
 
 def test_coarser_weights_miss_the_gates(
