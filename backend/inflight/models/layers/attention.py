@@ -35,7 +35,8 @@ _BLOCK_SIZE = 16
 _DEQUANTIZED_STEPS = 4
 
 # Of a last layer, up to so many rows are attended alone, in steps of at least so many tokens that
-# have a chunk of at least so many: else the attention of all takes less than 100 us.
+# have a chunk of at least so many. By what tiles take (benchmarks/notes.md), the attention of all
+# takes 40 us in the smallest of these, and 160 in a step of 8,192 tokens with shorter chunks.
 _MAX_LAST_ROWS = 64
 _MIN_STEP_TOKENS = 2048
 _MIN_CHUNK_TOKENS = 1024
