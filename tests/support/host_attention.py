@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.kv.layout import KVTable
 from inflight.models.layers import attention
-from inflight_kernels.ops.attention.operands import AttentionParams
+from inflight_kernels.ops.attention.operands import AttentionParams, QuantizedOut
 from inflight_kernels.ops.attention.rows import TokenChunks
 from inflight_kernels.ops.rope import PagedKV, QkNorm
 from inflight_kernels.torch_ops import kv_quantization, transformer
@@ -32,6 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         prefers_rope_attend=lambda *shape: False,
         rotates_chunk=lambda *step: False,
         reads_dequantized=lambda params: False,
+        quantizes=lambda metadata: True,
     )
     monkeypatch.setattr(attention, "attention", kernels)
     monkeypatch.setattr(attention, "planning", SimpleNamespace(plan=plan))
@@ -186,7 +187,27 @@ def attend(
     out: Tensor,
     *,
     sinks: Tensor | None,
+    quantized: QuantizedOut | None = None,
     **settings: object,
+) -> None:
+    _attend(q, kv, metadata, out, sinks)
+    if quantized is not None:
+        _quantize(out, quantized)
+        out.fill_(float("nan"))  # nothing is left
+
+
+def _quantize(out: Tensor, quantized: QuantizedOut) -> None:
+    """Rows with the least of the coarse scales (eight_bit.cuh) that take them to 448 at most."""
+    rows, codes = quantized
+    assert not codes.any(), "codes are zeros between layers"
+    largest = out.abs().amax(1).clamp_(min=1e-12)
+    scales = torch.exp2(((largest / 448).log2() + 4).div(8).ceil() * 8 - 4)
+    rows.scales.copy_(scales)
+    rows.values.copy_(out / scales[:, None])
+
+
+def _attend(
+    q: Tensor, kv: PagedKV, metadata: HostAttentionMetadata, out: Tensor, sinks: Tensor | None
 ) -> None:
     out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
     for first, end, length, blocks, mask in metadata.chunks(kv.k_cache.shape[1]):

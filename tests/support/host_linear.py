@@ -33,6 +33,9 @@ class HostLinear:
     def input_rows(self, num_tokens: int) -> None:
         return None
 
+    def coarse_rows(self, num_tokens: int) -> None:
+        return None
+
     def norms(self, num_tokens: int) -> bool:
         return False
 
@@ -80,6 +83,10 @@ class HostScaledLinear:
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
         return self._inputs.rows(num_tokens, self.weight)
+
+    def coarse_rows(self, num_tokens: int) -> ScaledRows | None:
+        takes = self.weight.values.dtype == torch.float8_e4m3fn and not self._invariant
+        return self.input_rows(num_tokens) if takes else None
 
     def norms(self, num_tokens: int) -> bool:
         return False

@@ -417,7 +417,7 @@ class Decoder:
                 return
             is_cut, num_left = index == last and num_kept < num_tokens, num_tokens
             kept = inputs.sample_rows[:num_kept] if is_cut else None
-            attended = self._attend(passes[which], kv, learned, num_tokens, kept)
+            attended = self._attend(passes[which], kv, learned, own.out, num_tokens, kept)
             if kept is not None:
                 num_left, residual = num_kept, self._last
                 residual.take(kept, self._residual, num_tokens)
@@ -433,17 +433,18 @@ class Decoder:
         own: LayerPass,
         kv: PagedKV,
         learned: AttentionWeights | LatentLayer,
+        out: CudaWeight,
         num_tokens: int,
         kept: Tensor | None,
-    ) -> Tensor:
-        """The entire buffer with a layer's attention of all T tokens, or of those `kept` alone."""
+    ) -> Operand:
+        """A layer's attention of all T tokens, or of those `kept` alone, as `out` takes it: an
+        entire buffer, or quantised."""
         qkv, attended, last = self._buffers.qkv, self._buffers.attended, self._last_attended
-        if kept is not None and own.rows(qkv, kv, kept, last, learned):
-            return last
-        own.layer(qkv, kv, attended, learned)
         if kept is None:
-            return attended
-        embedding(kept, attended[:num_tokens], out=last[: len(kept)], pdl=True)
+            return own.layer(qkv, kv, attended, learned, out.coarse_rows(num_tokens))
+        if not own.rows(qkv, kv, kept, last, learned):
+            own.layer(qkv, kv, attended, learned)
+            embedding(kept, attended[:num_tokens], out=last[: len(kept)], pdl=True)
         return last
 
     def _score(
@@ -506,13 +507,13 @@ class Decoder:
     def _end_block(
         self,
         index: int,
-        attended: Tensor,
+        attended: Operand,
         x: Input,
         residual: ResidualStream,
         num_tokens: int,
     ) -> None:
-        """The rest of a layer after attention; `attended` and x are entire buffers, x the norm that
-        attention and MLP share if they run in parallel."""
+        """The rest of a layer after attention; `attended` and x are entire buffers, or quantised, x
+        the norm that attention and MLP share if they run in parallel."""
         own, layer, mixture = self.weights.layers[index], self.spec.layers[index], self._moes[index]
         scale = layer.residual_scale
         residual.add(attended, own.out, num_tokens, own.attention_post_norm, scale)

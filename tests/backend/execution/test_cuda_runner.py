@@ -25,7 +25,7 @@ import host_kernels
 import recorded_launches
 import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
-from inflight.config import EngineConfig, SpeculativeConfig
+from inflight.config import EngineConfig, KVDtype, SpeculativeConfig
 from inflight.core.batch import Batch
 from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.core.sequence import Sequence
@@ -500,6 +500,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
             pytest.param({}, None, {"batch_invariant": True}, id="batch-invariant"),
             *(pytest.param(changes, None, {}, id=name) for name, changes in OTHERS.items()),
             *(pytest.param({}, name, {"max_num_seqs": 64}, id=name) for name in DRAFTERS),
+            pytest.param({}, None, {"quantization": "fp8"}, id="fp8"),
         ],
         [pytest.param(True, id="hopper"), pytest.param(False, id="others")],
         one_in=2,
@@ -547,6 +548,27 @@ def test_all_launched_kernels_are_precompiled(
     runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences], [(1, 2)]))
     assert set(launched) > at_start
     assert set(launched) <= set(ahead)
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_kernels_that_quantise_attention_are_found_if_some_step_has_them(
+    tmp_path: Path, record: Record, batch_invariant: bool, kv_cache: KVDtype
+) -> None:
+    record(hopper=True)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | LLAMA_8B))
+    config = EngineConfig(model=str(tmp_path), device="cuda", random_weights=True)
+    checkpoint = locate(config.model)
+    settings = DecoderSettings(
+        *(torch.bfloat16, torch.device("meta"), 4096, 8192, 256, batch_invariant, "fp8", kv_cache)
+    )
+    found = set(find_kernels(config, checkpoint, read_spec(checkpoint), None, settings))
+    assert ("quantization", "quantize_rows<Fp8, __nv_bfloat16, 1>") in found
+    quantizing = {
+        ("attention_hopper", "attend_quantizing<attention::HopperShape<__nv_bfloat16, 128>>"),
+        ("quantization", "settle_parts<__nv_bfloat16>"),
+    }
+    assert found & quantizing == (set() if batch_invariant else quantizing)
 
 
 def test_a_recording_that_fails_costs_a_warning_and_not_the_start(
@@ -632,7 +654,7 @@ import json, sys
 import pytest
 import recorded_launches
 from inflight.checkpoint.locate import locate
-from inflight.config import EngineConfig, SpeculativeConfig
+from inflight.config import EngineConfig, KVDtype, SpeculativeConfig
 from inflight.execution import cuda_runner, factory
 kernels = {}
 for method, given in json.loads(sys.argv[2]).items():

@@ -16,6 +16,7 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.decoder_cuda import Decoder
 from inflight.models.layers import attention, residual
+from inflight_kernels.ops.attention.operands import QuantizedOut
 from mixed_step import EVERY_ROW, NUM_TOKENS, SAMPLED, make_model, run
 
 sampled_rows = pytest.mark.parametrize("sampled", SAMPLED, ids=str)
@@ -93,6 +94,77 @@ def test_few_sampled_rows_of_a_long_prompt_are_attended_alone(
     torch.testing.assert_close(cache, whole_cache, atol=1e-6, rtol=1e-6)
     few = len(sampled) <= 4 and max_q_len == 13
     assert counts == [NUM_TOKENS] + ([len(sampled) if few else NUM_TOKENS] if sampled else [])
+
+
+# Settings of a model, rows of a step that are sampled, and in which layers its attention quantises.
+QUANTIZED: dict[str, tuple[dict[str, Any], list[int], list[bool]]] = {
+    "every row": ({"quantization": "fp8"}, EVERY_ROW, [True, True]),
+    "last layer cut": ({"quantization": "fp8"}, [8, 22], [True, False]),
+    "integers": ({"quantization": "int8"}, EVERY_ROW, [False, False]),
+    "not quantised": ({"quantization": "none"}, EVERY_ROW, [False, False]),
+    "batch-invariant": (
+        {"quantization": "fp8", "batch_invariant": True},
+        EVERY_ROW,
+        [False, False],
+    ),
+}
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each attention has quantised its output."""
+    found: list[bool] = []
+    inner = attention.attention.attend
+
+    def attend(*operands: Any, quantized: QuantizedOut | None = None, **settings: Any) -> None:
+        found.append(quantized is not None)
+        inner(*operands, quantized=quantized, **settings)
+
+    monkeypatch.setattr(attention.attention, "attend", attend)
+    return found
+
+
+@pytest.mark.parametrize(("settings", "sampled", "expected"), QUANTIZED.values(), ids=QUANTIZED)
+def test_attention_of_many_tokens_quantises_what_a_layer_of_e4m3_takes(
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    quantized: list[bool],
+    settings: dict[str, Any],
+    sampled: list[int],
+    expected: list[bool],
+) -> None:
+    """All values of a row have one scale either way, and so nearly the same error."""
+    cpu = torch.device("cpu")
+    after, _ = run(make_model(checkpoint, torch.float32, cpu, **settings), sampled)
+    assert quantized == [False, False], "there are too few tokens"
+    quantized.clear()
+    monkeypatch.setattr(attention, "_MIN_QUANTIZED_TOKENS", NUM_TOKENS)
+    model = make_model(checkpoint, torch.float32, cpu, **settings)
+    logits, _ = run(model, sampled)
+    assert quantized == expected
+    again, _ = run(model, sampled)
+    assert torch.equal(again, logits)
+    if any(expected):
+        assert (logits - after).norm() < 0.1 * after.norm()
+    else:
+        assert torch.equal(logits, after)
+
+
+@pytest.mark.parametrize("changed", ["a token too few", "no kernel"])
+def test_attention_of_other_steps_is_quantised_afterwards(
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    quantized: list[bool],
+    changed: str,
+) -> None:
+    """Steps that have too few tokens, or no chunks with a kernel that writes e4m3."""
+    least = NUM_TOKENS + 1 if changed == "a token too few" else NUM_TOKENS
+    monkeypatch.setattr(attention, "_MIN_QUANTIZED_TOKENS", least)
+    if changed == "no kernel":
+        monkeypatch.setattr(attention.attention, "quantizes", lambda metadata: False)
+    cpu = torch.device("cpu")
+    run(make_model(checkpoint, torch.float32, cpu, quantization="fp8"), EVERY_ROW)
+    assert quantized == [False, False]
 
 
 def test_a_step_that_samples_nothing_has_no_attention_in_the_last_layer(

@@ -22,9 +22,12 @@ from inflight_kernels.ops.attention.operands import (
     AttentionWeights,
     Cascade,
     DequantizedKV,
+    QuantizedOut,
 )
 from inflight_kernels.ops.attention.rows import TokenChunks, find_chunks
 from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.linear.operands import Operand
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
@@ -40,6 +43,11 @@ _DEQUANTIZED_STEPS = 4
 _MAX_LAST_ROWS = 64
 _MIN_STEP_TOKENS = 2048
 _MIN_CHUNK_TOKENS = 1024
+
+# In steps of at least so many tokens attention quantises its output itself. Of fewer, many rows are
+# those of units that several blocks share, which leave them in 16 bits, and a kernel that quantises
+# all rows takes 4 us.
+_MIN_QUANTIZED_TOKENS = 1024
 
 
 def max_dequantized_keys(max_len: int, max_tokens: int) -> int:
@@ -91,7 +99,9 @@ class ForwardInputs:
 class LayerPass(Protocol):
     """One pass over the layers with attention of one kind, whose weights it takes."""
 
-    def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: Any) -> None:
+    def layer(
+        self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: Any, rows: ScaledRows | None = None
+    ) -> Operand:
         """Launch a layer's attention.
 
         Args:
@@ -99,6 +109,11 @@ class LayerPass(Protocol):
             kv: of the layer.
             out: [T or more, out_width].
             weights: of the layer's attention.
+            rows: [T, out_width], `CudaWeight.coarse_rows` of the layer that takes the output; None
+                if it takes none.
+
+        Returns:
+            The output: `out`, or `rows` if that is faster.
         """
 
     def write(self, qkv: Tensor, kv: PagedKV, weights: Any) -> None:
@@ -195,6 +210,10 @@ class Attention:
         self._last_rows: LastRows | None = None
         if max_tokens >= _MIN_STEP_TOKENS and not batch_invariant:
             self._last_rows = LastRows.empty(self._params, max_len, dtype, self._cos.device)
+        self._codes: Tensor | None = None
+        if max_tokens >= _MIN_QUANTIZED_TOKENS and not batch_invariant:
+            shape = (max_tokens, spec.num_heads)
+            self._codes = torch.zeros(shape, dtype=torch.uint8, device=self._cos.device)
 
     def begin(
         self,
@@ -248,7 +267,16 @@ class Attention:
         positions, slot_mapping = rows.positions[:num_tokens], table.slot_mapping[:num_tokens]
         inputs = RopeInputs(positions, slot_mapping, self._cos, self._sin)
         last_rows = self._last_rows if LastRows.are_few(size) else None
-        return AttentionPass(metadata, inputs, rotates, last_rows)
+        codes = None if rotates else self._codes_for(metadata)
+        return AttentionPass(metadata, inputs, rotates, last_rows, codes)
+
+    def _codes_for(self, metadata: AttentionMetadata) -> Tensor | None:
+        """The memory with which a step's attention quantises its output; None if that is not
+        faster."""
+        num_tokens = metadata.num_tokens
+        if self._codes is None or num_tokens < _MIN_QUANTIZED_TOKENS:
+            return None
+        return self._codes[:num_tokens] if attention.quantizes(metadata) else None
 
     def _rotates_chunk(self, size: StepSize) -> bool:
         """Whether attention rotates q and k of a chunk alone: of one that verifies drafts, or a
@@ -345,6 +373,7 @@ class AttentionPass:
         rope: of its tokens.
         rotates: whether attention rotates q and k itself.
         last_rows: for the sampled rows of a last layer, if they are few; else None.
+        codes: see `QuantizedOut`; None if it is faster to quantise the output afterwards.
         history_ready: the shared inputs and the KV written by previous steps are complete; true
             once the first layer's attention has been launched.
     """
@@ -353,19 +382,31 @@ class AttentionPass:
     rope: RopeInputs
     rotates: bool
     last_rows: LastRows | None = None
+    codes: Tensor | None = None
     history_ready: bool = False
 
-    def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: AttentionWeights) -> None:
-        """Launch a layer's attention: qkv [T or more, (H + 2 * G) * D] -> out [T, H * D]."""
+    def layer(
+        self,
+        qkv: Tensor,
+        kv: PagedKV,
+        out: Tensor,
+        weights: AttentionWeights,
+        rows: ScaledRows | None = None,
+    ) -> Operand:
+        """Launch a layer's attention: qkv [T or more, (H + 2 * G) * D] -> out [T, H * D], or
+        rows."""
         ready, num_tokens = self.history_ready, self.metadata.num_tokens
-        qkv, out = qkv[:num_tokens], out[:num_tokens]
+        qkv, attended = qkv[:num_tokens], out[:num_tokens]
+        quantized = None
+        if rows is not None and self.codes is not None:
+            quantized = QuantizedOut(rows, self.codes)
         if self.rotates:
             attention.rope_attend(
                 qkv,
                 self.rope,
                 kv,
                 self.metadata,
-                out,
+                attended,
                 weights=weights,
                 history_ready=ready,
                 pdl=True,
@@ -376,12 +417,14 @@ class AttentionPass:
                 q,
                 kv,
                 self.metadata,
-                out,
+                attended,
                 sinks=weights.sinks,
+                quantized=quantized,
                 history_ready=ready,
                 pdl=True,
             )
         self.history_ready = True
+        return out if quantized is None else quantized.rows
 
     def write(self, qkv: Tensor, kv: PagedKV, weights: AttentionWeights) -> None:
         """Launch only the KV cache write, for a last layer whose output is not needed."""

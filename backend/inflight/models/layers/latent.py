@@ -17,6 +17,7 @@ from inflight.models.layers.linear import CudaWeight, whole_tiles
 from inflight.models.spec import AttentionSpec, LatentSpec
 from inflight_kernels.ops.latent import attention, products, rows
 from inflight_kernels.ops.latent.operands import LatentNorm, Projections
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, RopeInputs
 
@@ -127,8 +128,16 @@ class LatentPass:
     rope: RopeInputs
     history_ready: bool = False
 
-    def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: LatentLayer) -> None:
-        """Launch a layer's attention: qkv [T or more, qkv_width] -> out [T, H * v_dim]."""
+    def layer(
+        self,
+        qkv: Tensor,
+        kv: PagedKV,
+        out: Tensor,
+        weights: LatentLayer,
+        rows: ScaledRows | None = None,
+    ) -> Tensor:
+        """Launch a layer's attention: qkv [T or more, qkv_width] -> out [T, H * v_dim], always in
+        16 bits."""
         shared, num_tokens = self.shared, self.metadata.num_tokens
         absorbed, sums = shared.absorbed[:num_tokens], shared.sums[:num_tokens]
         ready, batch_invariant = self.history_ready, self.metadata.spec.batch_invariant
@@ -152,6 +161,7 @@ class LatentPass:
             pdl=True,
         )
         self.history_ready = True
+        return out
 
     def write(self, qkv: Tensor, kv: PagedKV, weights: LatentLayer) -> None:
         """Launch only the KV cache write, for a last layer whose output is not needed."""

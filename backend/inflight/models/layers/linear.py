@@ -70,6 +70,10 @@ class CudaMixture(CudaSublayer, Protocol):
 class CudaWeight(CudaSublayer, Protocol):
     """A weight on a GPU, with the three forms of a linear layer in a transformer."""
 
+    def coarse_rows(self, num_tokens: int) -> ScaledRows | None:
+        """Memory as of `input_rows`, if x may be quantised with coarse scales (eight_bit.cuh), by
+        which some values are rounded twice; None if not."""
+
     def gated(
         self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int, down: CudaWeight
     ) -> Operand:

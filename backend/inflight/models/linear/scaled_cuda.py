@@ -68,6 +68,11 @@ class CudaScaledLinear:
     def input_rows(self, num_tokens: int) -> ScaledRows:
         return self._inputs.rows(num_tokens, self.weight)
 
+    def coarse_rows(self, num_tokens: int) -> ScaledRows | None:
+        # Integers have no room for coarse scales, and what is rounded twice depends on the step.
+        takes = self.weight.values.dtype == torch.float8_e4m3fn and not self._batch_invariant
+        return self.input_rows(num_tokens) if takes else None
+
     def norms(self, num_tokens: int) -> bool:
         n, k = self.weight.values.shape
         return not self._batch_invariant and skinny_gemm.can_quantize(num_tokens, n, k)

@@ -42,6 +42,9 @@ class CudaLinear:
     def input_rows(self, num_tokens: int) -> None:
         return None
 
+    def coarse_rows(self, num_tokens: int) -> None:
+        return None
+
     def norms(self, num_tokens: int) -> bool:
         return False
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/attention_hopper_block.cuh"
+#include "eight_bit.cuh"
 
 namespace attention {
 
@@ -138,22 +139,39 @@ __device__ __forceinline__ void pack_weights(Weights<S>& weights, const Scores<S
         weights[i] = ptx::pack<typename S::Element>(scores[2 * i], scores[2 * i + 1]);
 }
 
+// Where the rows of whole units go. Those of others go to `out` in any case.
+struct InOut {};
+
+// In e4m3, each with a coarse scale of its own (eight_bit.cuh).
+struct CoarseRows {
+    unsigned char* values;  // [T, H, D]
+    unsigned char* codes;   // [T, H], of the scales
+};
+
+// What the sums of a row of a whole unit are multiplied by; 0 for a row without keys. `total` is
+// this lane's.
+template <class S>
+__device__ __forceinline__ float inverse_total(const Arguments<typename S::Element>& args,
+                                               const Unit& unit, int row, float max, float total) {
+    const int head = query_of<S>(args, unit, row).head;
+    const float sum = sum_of_quad(total) + sink_weight(args, head, max);
+    return sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+}
+
 // Writes this warp's rows of a whole unit, staged in the shared memory of its queries. `first_row`
 // is the first of the 16 in the unit.
 template <class S>
 __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
                                            const Unit& unit, const Sums<S>& sums,
                                            const float (&maxima)[2], const float (&totals)[2],
-                                           unsigned char* staged, int first_row) {
+                                           unsigned char* staged, int first_row, const InOut&) {
     using T = typename S::Element;
     const int lane = threadIdx.x % 32;
     float inverse[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int head = query_of<S>(args, unit, first_row + half * 8 + lane / 4).head;
-        const float total = sum_of_quad(totals[half]) + sink_weight(args, head, maxima[half]);
-        inverse[half] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
-    }
+    for (int half = 0; half < 2; ++half)
+        inverse[half] = inverse_total<S>(args, unit, first_row + half * 8 + lane / 4, maxima[half],
+                                         totals[half]);
     const unsigned target = ptx::shared_address(staged);
 #pragma unroll
     for (int n = 0; n < S::CHUNKS; n += 2) {
@@ -181,6 +199,65 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
         if (row < num_rows)
             store_vector(
                 out + (static_cast<long long>(token) * args.num_heads + head) * S::HEAD_DIM, raw);
+    }
+}
+
+// The same in e4m3.
+template <class S>
+__device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
+                                           const Unit& unit, const Sums<S>& sums,
+                                           const float (&maxima)[2], const float (&totals)[2],
+                                           unsigned char* staged, int first_row,
+                                           const CoarseRows& rows) {
+    const int lane = threadIdx.x % 32;
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + half * 8 + lane / 4;
+        const float inverse = inverse_total<S>(args, unit, row, maxima[half], totals[half]);
+        unsigned largest = 0;  // of what a quad has of a row
+#pragma unroll
+        for (int i = half * 2; i < S::HEAD_DIM / 2; i += 4)
+            largest = max(largest, max(magnitude(sums[i]), magnitude(sums[i + 1])));
+        largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+        largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+        const unsigned code = coarse_code(magnitude(__uint_as_float(largest) * inverse));
+        factor[half] = inverse * inverse_coarse_scale(code);
+        if (lane % 4 == 0 && row < unit.num_rows) {
+            const Query query = query_of<S>(args, unit, row);
+            const long long token = unit.item.query_start + query.token;
+            rows.codes[token * args.num_heads + query.head] = code;
+        }
+    }
+    // Of 16 columns a lane has two of the first eight and two of the others, which are adjacent in
+    // a word, and are brought in order when they are read.
+    constexpr int VECTORS = S::HEAD_DIM / 16;
+    const unsigned target = ptx::shared_address(staged);
+#pragma unroll
+    for (int vector = 0; vector < VECTORS; vector += 2) {
+        const auto word = [&](int i) {
+            const float by = factor[i / 2 % 2];
+            const float scaled[4] = {sums[i] * by, sums[i + 1] * by, sums[i + 4] * by,
+                                     sums[i + 5] * by};
+            return pack_bytes<Fp8>(scaled);
+        };
+        const int i = vector * 8;
+        ptx::store_matrices(target + S::place(lane % 16, vector + lane / 16), word(i), word(i + 2),
+                            word(i + 8), word(i + 10));
+    }
+    __syncwarp();
+    constexpr int ROWS_AT_ONCE = 32 / VECTORS;
+    const int vector = lane % VECTORS;
+#pragma unroll
+    for (int i = 0; i < 16; i += ROWS_AT_ONCE) {
+        const int row = i + lane / VECTORS;
+        const uint4 raw = *reinterpret_cast<const uint4*>(staged + S::place(row, vector));
+        if (first_row + row >= unit.num_rows) continue;
+        const Query query = query_of<S>(args, unit, first_row + row);
+        const long long place = out_row<S>(args, unit, query) - args.out + vector * 16;
+        *reinterpret_cast<uint4*>(rows.values + place) =
+            make_uint4(__byte_perm(raw.x, raw.y, 0x5410), __byte_perm(raw.z, raw.w, 0x5410),
+                       __byte_perm(raw.x, raw.y, 0x7632), __byte_perm(raw.z, raw.w, 0x7632));
     }
 }
 
@@ -224,11 +301,13 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
                         });
 }
 
-// A consumer warpgroup: rows [64 * group, 64 * group + 64) of all units of the block.
-template <class S>
+// A consumer warpgroup: rows [64 * group, 64 * group + 64) of all units of the block. Those of
+// whole units go to `whole_rows`.
+template <class S, class WholeRows>
 __device__ __forceinline__ void consume_units(const Arguments<typename S::Element>& args,
-                                               const SharedStorage<S>& shared, const Slots<S>& slots,
-                                               int* arrivals, int group) {
+                                              const SharedStorage<S>& shared, const Slots<S>& slots,
+                                              int* arrivals, int group,
+                                              const WholeRows& whole_rows) {
     const bool is_elected = threadIdx.x % 32 == 0;  // signals for its warp after its products
     const unsigned keys = ptx::shared_address(shared.keys);
     const unsigned values = ptx::shared_address(shared.values);
@@ -322,7 +401,7 @@ __device__ __forceinline__ void consume_units(const Arguments<typename S::Elemen
                     write_rows<S>(
                         args, unit, state.sums, before_max, before_total,
                         shared.queries + used.index * S::TILE_BYTES + warp_row * S::ROW_BYTES,
-                        warp_row);
+                        warp_row, whole_rows);
                 else
                     leave_rows<S>(args, unit, state.sums, before_max, before_total, slots,
                                   shared.totals[at.index], arrivals, shared.is_last, group);

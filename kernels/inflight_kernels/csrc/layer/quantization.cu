@@ -46,51 +46,113 @@ __global__ void __launch_bounds__(512) quantize_rows(const T* x, Value* values, 
     }
 }
 
-// Gives all parts of a row the largest of their scales: of e4m3, parts of PART columns, with codes
-// codes[part * m + row] (eight_bit.cuh). A warp per row; rows are contiguous, `width` and `part`
-// multiples of 16, with at most MAX_PARTS of them.
+// Rows of e4m3 whose parts of PART columns have coarse scales (eight_bit.cuh) get the largest of
+// these for all of their parts. A warp per row; rows are contiguous, `width` and `part` multiples
+// of 16, with at most MAX_PARTS of them.
 constexpr int MAX_PARTS = 1024;
 constexpr int ROWS_AT_ONCE = 8;
-__global__ void __launch_bounds__(32 * ROWS_AT_ONCE)
-    settle_rows(unsigned char* values, float* scales, const unsigned char* codes, int m, int width,
-                int part) {
-    __shared__ unsigned char own_codes[ROWS_AT_ONCE][MAX_PARTS];
+
+// The code of parts that are in 16 bits yet. No scale has it: that of zeros is 11.
+constexpr unsigned LEFT_CODE = 0;
+
+// Calls each(column, values) for the 16-byte vectors of these parts of a row, by a warp.
+template <typename T, class Each>
+__device__ __forceinline__ void visit_left(const T* row, const unsigned char* codes, int width,
+                                           int part, const Each& each) {
+#pragma unroll 4
+    for (int column = threadIdx.x % 32 * VECTOR<T>; column < width; column += 32 * VECTOR<T>) {
+        if (codes[column / part] != LEFT_CODE) continue;
+        float values[VECTOR<T>];
+        unpack<T>(load_vector(row + column), values);
+        each(column, values);
+    }
+}
+
+// 16 values divided by 2^less; 0 if nothing is left of them.
+__device__ __forceinline__ uint4 divided(const uint4& raw, unsigned less) {
+    const float factor = less < 127 ? __uint_as_float((127 - less) << 23) : 0.0f;
+    const auto converted = [&](unsigned word) {
+        unsigned low, high;
+        Fp8::decode_halves<false>(word, low, high);
+        const float2 a = __half22float2(as_halves(low)), b = __half22float2(as_halves(high));
+        const float scaled[4] = {a.x * factor, a.y * factor, b.x * factor, b.y * factor};
+        return pack_bytes<Fp8>(scaled);
+    };
+    return make_uint4(converted(raw.x), converted(raw.y), converted(raw.z), converted(raw.w));
+}
+
+// Of the kernels below. The code of part i of a row is codes[row * row_codes + i * part_codes].
+// Parts with LEFT_CODE are read from `left`, if T is not void, and codes are set to that.
+template <typename T>
+__device__ __forceinline__ void settle(const T* left, unsigned char* values, float* scales,
+                                       unsigned char* codes, int m, int width, int part,
+                                       int row_codes, int part_codes) {
+    __shared__ unsigned char all_codes[ROWS_AT_ONCE][MAX_PARTS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * ROWS_AT_ONCE + warp, parts = (width + part - 1) / part;
+    unsigned char* const own_codes = all_codes[warp];
     pdl_launch_dependents();
     pdl_wait();
     if (row >= m) return;
 
     unsigned largest = 0, least = BROKEN_CODE;
+    unsigned char* const first_code = codes + static_cast<long long>(row) * row_codes;
     for (int i = lane; i < parts; i += 32) {
-        const unsigned code = codes[static_cast<long long>(i) * m + row];
-        own_codes[warp][i] = code;
+        unsigned char* const place = first_code + static_cast<long long>(i) * part_codes;
+        const unsigned code = *place;
+        if (!SAME<T, void>) *place = LEFT_CODE;
+        own_codes[i] = code;
         largest = max(largest, code);
         least = min(least, code);
     }
     largest = __reduce_max_sync(FULL_WARP, largest);
     least = __reduce_min_sync(FULL_WARP, least);
+    __syncwarp();
+    if constexpr (!SAME<T, void>) {
+        left += static_cast<long long>(row) * width;
+        if (least == LEFT_CODE) {
+            unsigned found = 0;
+            visit_left(left, own_codes, width, part, [&](int, const float (&a)[VECTOR<T>]) {
+#pragma unroll
+                for (int j = 0; j < VECTOR<T>; j++) found = max(found, magnitude(a[j]));
+            });
+            largest = max(largest, coarse_code(__reduce_max_sync(FULL_WARP, found)));
+        }
+    }
     if (lane == 0) scales[row] = coarse_scale(largest);
     if (least == largest) return;  // as are most rows
 
-    __syncwarp();
-    uint4* const vectors = reinterpret_cast<uint4*>(values + static_cast<long long>(row) * width);
+    values += static_cast<long long>(row) * width;
+    uint4* const vectors = reinterpret_cast<uint4*>(values);
 #pragma unroll 4
     for (int i = lane; i < width / 16; i += 32) {
-        const unsigned code = own_codes[warp][i * 16 / part];
-        if (code == largest) continue;
-        const uint4 raw = vectors[i];
-        // 0 if nothing is left of them.
-        const unsigned less = COARSE_BITS * (largest - code);
-        const float factor = less < 127 ? __uint_as_float((127 - less) << 23) : 0.0f;
-        const auto converted = [&](unsigned word) {
-            unsigned low, high;
-            Fp8::decode_halves<false>(word, low, high);
-            const float2 a = __half22float2(as_halves(low)), b = __half22float2(as_halves(high));
-            const float scaled[4] = {a.x * factor, a.y * factor, b.x * factor, b.y * factor};
-            return pack_bytes<Fp8>(scaled);
-        };
-        vectors[i] =
-            make_uint4(converted(raw.x), converted(raw.y), converted(raw.z), converted(raw.w));
+        const unsigned code = own_codes[i * 16 / part];
+        if (code == largest || code == LEFT_CODE) continue;
+        vectors[i] = divided(vectors[i], COARSE_BITS * (largest - code));
     }
+    if constexpr (!SAME<T, void>) {
+        if (least != LEFT_CODE) return;
+        const float inverse = inverse_coarse_scale(largest);
+        visit_left(left, own_codes, width, part, [&](int column, float (&a)[VECTOR<T>]) {
+#pragma unroll
+            for (int j = 0; j < VECTOR<T>; j++) a[j] *= inverse;
+            *reinterpret_cast<uint2*>(values + column) =
+                make_uint2(pack_bytes<Fp8>(a), pack_bytes<Fp8>(a + 4));
+        });
+    }
+}
+
+// codes [parts, m]; all parts are quantised.
+__global__ void __launch_bounds__(32 * ROWS_AT_ONCE)
+    settle_rows(unsigned char* values, float* scales, unsigned char* codes, int m, int width,
+                int part) {
+    settle<void>(nullptr, values, scales, codes, m, width, part, 1, m);
+}
+
+// codes [m, parts]; some parts may be left in 16 bits, in rows of as many values.
+template <typename T>
+__global__ void __launch_bounds__(32 * ROWS_AT_ONCE)
+    settle_parts(const T* left, unsigned char* values, float* scales, unsigned char* codes, int m,
+                 int width, int part) {
+    settle<T>(left, values, scales, codes, m, width, part, width / part, 1);
 }

@@ -41,10 +41,12 @@ from inflight_kernels.ops.attention.operands import (
     AttentionWeights,
     Cascade,
     DequantizedKV,
+    QuantizedOut,
     current_gpu,
     heads_of,
 )
 from inflight_kernels.ops.attention.planning import NO_WINDOW, kernel_names, plan
+from inflight_kernels.ops.linear.scaled_rows import settle_parts
 from inflight_kernels.ops.rope import PagedKV, RopeInputs, check_rows, norm_arguments
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
@@ -101,6 +103,7 @@ def attend(
     out: Tensor,
     *,
     sinks: Tensor | None = None,
+    quantized: QuantizedOut | None = None,
     history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
@@ -117,6 +120,8 @@ def attend(
         metadata: of the step.
         out: [T, H, D] or [T, H * D].
         sinks: see `AttentionWeights`.
+        quantized: where the output goes instead, padding included, and `out` is scratch, for q in
+            bfloat16; worth it if the step `quantizes`. None for `out`.
         history_ready: an earlier `attend` or `rope_attend` of this plan is on the stream, and
             everything that this one reads was written before that launch, except q and the keys
             and values of the tokens of q, which no other chunk may attend to. It is then read
@@ -131,28 +136,26 @@ def attend(
     """
     _check_queries(q, metadata)
     AttentionWeights(sinks=sinks).check_fits(metadata.spec)
-    storage = _check_layer(q, kv, metadata, out, history_ready)
+    _check_layer(q, kv, metadata, out, history_ready)
+    if quantized is not None:
+        quantized.check_fits(metadata.spec, metadata.num_tokens, q.dtype)
     if not metadata.planned:
         plan(metadata, pdl=pdl)
     for part in metadata.parts:
         if isinstance(part.shape, HopperShape):
-            _attend_on_hopper(part, part.shape.name(storage), q, kv, metadata, out, sinks, pdl)
-            continue
-        name, cascade = part.shape.name(storage), metadata.cascade_of(part)
-        prefixes: tuple[object, ...] = ()
-        if cascade is not None and isinstance(part.shape, Shape | HeadsShape):
-            name, prefixes = part.shape.cascade_name(storage), _prefix_arguments(cascade)
-        kernel(part.shape.stem, name)(
-            part.num_shares,
-            part.shape.threads,
-            q,
-            *kv.values,
-            *_arguments(part, q, kv, metadata, metadata.block_tables, out, sinks),
-            history_ready,
-            *prefixes,
-            shared=part.shape.shared_bytes,
-            pdl=pdl,
-        )
+            _attend_on_hopper(part, q, kv, metadata, out, sinks, quantized, pdl)
+        else:
+            _attend_anywhere(part, q, kv, metadata, out, sinks, history_ready, pdl)
+    if quantized is not None:
+        rows, codes = quantized
+        left = out.view(rows.values.shape)
+        settle_parts(left, out=rows, codes=codes, part=metadata.spec.head_dim, pdl=pdl)
+
+
+def quantizes(metadata: AttentionMetadata) -> bool:
+    """Whether `attend` has a kernel that writes e4m3 for some chunks of a step: those with many
+    rows. What the others write is read again to be quantised."""
+    return any(isinstance(part.shape, HopperShape) for part in metadata.parts)
 
 
 def rope_attend(
@@ -279,9 +282,13 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     storage = _STORAGE_TYPES[dtype]
     found = [("attention_plan", name) for name in kernel_names()]
     if head_dim in HOPPER_HEAD_DIMS:
-        shapes_of_any.append(HopperShape(head_dim))
-        byte_types = BYTE_TYPES if dtype == torch.bfloat16 else ()
-        found += [("attention_dequantize", _dequantize_name(head_dim, one)) for one in byte_types]
+        hopper = HopperShape(head_dim)
+        shapes_of_any.append(hopper)
+        if dtype == torch.bfloat16:
+            found.append((hopper.stem, hopper.quantizing_name(storage)))
+            found += [
+                ("attention_dequantize", _dequantize_name(head_dim, one)) for one in BYTE_TYPES
+            ]
     found += [(shape.stem, shape.name(storage)) for shape in shapes_of_any]
     found += [
         (shape.stem, shape.cascade_name(storage))
@@ -302,7 +309,36 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     return found
 
 
-# ---------------------------------------------------------------- shared prefixes
+# ---------------------------------------------------------------- any GPU
+
+
+def _attend_anywhere(
+    part: Part,
+    q: Tensor,
+    kv: PagedKV,
+    metadata: AttentionMetadata,
+    out: Tensor,
+    sinks: Tensor | None,
+    history_ready: bool,
+    pdl: bool,
+) -> None:
+    """Launch a kernel that reads a cache as it is."""
+    storage = _STORAGE_TYPES[q.dtype]
+    name, cascade = part.shape.name(storage), metadata.cascade_of(part)
+    prefixes: tuple[object, ...] = ()
+    if cascade is not None and isinstance(part.shape, Shape | HeadsShape):
+        name, prefixes = part.shape.cascade_name(storage), _prefix_arguments(cascade)
+    kernel(part.shape.stem, name)(
+        part.num_shares,
+        part.shape.threads,
+        q,
+        *kv.values,
+        *_arguments(part, q, kv, metadata, metadata.block_tables, out, sinks),
+        history_ready,
+        *prefixes,
+        shared=part.shape.shared_bytes,
+        pdl=pdl,
+    )
 
 
 def _prefix_arguments(cascade: Cascade) -> tuple[object, ...]:
@@ -323,30 +359,36 @@ def _prefix_arguments(cascade: Cascade) -> tuple[object, ...]:
 
 def _attend_on_hopper(
     part: Part,
-    name: str,
     q: Tensor,
     kv: PagedKV,
     metadata: AttentionMetadata,
     out: Tensor,
     sinks: Tensor | None,
+    quantized: QuantizedOut | None,
     pdl: bool,
 ) -> None:
     """Launch the kernel for chunks with many rows, of a cache in q's type or a copy of it."""
+    storage, shape = _STORAGE_TYPES[q.dtype], HopperShape(metadata.spec.head_dim)
+    name = shape.name(storage)
+    e4m3: tuple[Tensor, ...] = ()
+    if quantized is not None:
+        name, e4m3 = shape.quantizing_name(storage), (quantized.rows.values, quantized.codes)
     block_tables = metadata.block_tables
     if metadata.dequantized is not None and metadata.spec.kv_dtype is not None:
         _dequantize(kv, metadata, metadata.dequantized, pdl)
         kv, block_tables = PagedKV(*metadata.dequantized.blocks), metadata.dequantized.tables
     k_cache, v_cache = kv.values
-    kernel(part.shape.stem, name)(
+    kernel(shape.stem, name)(
         part.num_shares,
-        part.shape.threads,
+        shape.threads,
         q,
         _tensor_map(k_cache),
         _tensor_map(v_cache),
         v_cache,
         *_arguments(part, q, kv, metadata, block_tables, out, sinks),
         Int64(metadata.workspace.data_ptr() + part.queue),
-        shared=part.shape.shared_bytes,
+        *e4m3,
+        shared=shape.shared_bytes,
         pdl=pdl,
     )
 

@@ -188,7 +188,14 @@ class HopperShape:
 
     def name(self, storage: str) -> str:
         """The kernel's name expression."""
-        return f"attend<attention::HopperShape<{storage}, {self.head_dim}>>"
+        return f"attend<{self._type(storage)}>"
+
+    def quantizing_name(self, storage: str) -> str:
+        """The name expression of its variant that writes e4m3."""
+        return f"attend_quantizing<{self._type(storage)}>"
+
+    def _type(self, storage: str) -> str:
+        return f"attention::HopperShape<{storage}, {self.head_dim}>"
 
 
 def _row_bytes(head_dim: int, cached: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from inflight_kernels.ops.attention.dispatch import (
     parts,
     shapes,
 )
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows, check_parts
 from inflight_kernels.ops.rope import QkNorm
 from inflight_kernels.runtime.launch import BYTE_TYPES, check, is_hopper, num_multiprocessors
 
@@ -116,6 +117,40 @@ class AttentionWeights:
             self.qk_norm.check_fits(spec.head_dim)
         if self.sinks is not None:
             check("sinks", self.sinks, (spec.num_heads,), torch.float32, vectors=False)
+
+
+class QuantizedOut(NamedTuple):
+    """Memory for the output of attention in e4m3, as a linear layer takes it.
+
+    A row's scale is the least of the coarse ones (eight_bit.cuh) with which no value is above 448.
+    Kernels for many rows give each head of a token such a scale, and `attend` settles a token's
+    heads to the largest (`settle_parts`). What other kernels write to `out` in 16 bits is then
+    quantised as well.
+
+    Attributes:
+        rows: [T, H * D] of e4m3.
+        codes: [T, H] uint8, zeros before and after a layer.
+    """
+
+    rows: ScaledRows
+    codes: Tensor
+
+    def check_fits(self, spec: AttentionParams, num_tokens: int, dtype: torch.dtype) -> None:
+        """Check the memory for a step of so many tokens, with queries of this type.
+
+        Raises:
+            ValueError: it has the wrong shape, type or layout, or there is no kernel for the type.
+        """
+        num_heads, head_dim = spec.num_heads, spec.head_dim
+        if dtype != torch.bfloat16:
+            raise ValueError(f"q is {dtype}; attention is quantised if it is {torch.bfloat16}")
+        shape = check_parts(self.rows, head_dim)
+        if shape != (num_tokens, num_heads * head_dim):
+            raise ValueError(
+                f"quantized.rows is {list(shape)}; expected [{num_tokens}, {num_heads * head_dim}]"
+            )
+        codes = (num_tokens, num_heads)
+        check("quantized.codes", self.codes, codes, torch.uint8, vectors=False)
 
 
 @dataclass(frozen=True, slots=True)

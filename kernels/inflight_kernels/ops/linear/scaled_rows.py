@@ -38,6 +38,8 @@ MIN_PART = 32
 _ROWS_AT_ONCE = 8
 _MAX_PARTS = 1024
 _SETTLING = "settle_rows"
+# Types of parts that are left.
+_LEFT_TYPES = {torch.bfloat16: STORAGE_TYPES[torch.bfloat16]}
 
 MAX_SETTLED_WIDTH = _MAX_PARTS * MIN_PART
 
@@ -185,6 +187,42 @@ def settle_rows(rows: ScaledRows, codes: Tensor, part: int, *, pdl: bool = False
     Raises:
         ValueError: wrong shape, type or alignment of an operand.
     """
+    num_rows, width = check_parts(rows, part)
+    check("codes", codes, (-(-width // part), num_rows), torch.uint8, vectors=False)
+    _settle(_SETTLING, (), rows, codes, part, pdl)
+
+
+def settle_parts(
+    left: Tensor, *, out: ScaledRows, codes: Tensor, part: int, pdl: bool = False
+) -> None:
+    """The same, where some parts are not quantised yet.
+
+    Args:
+        left: [n, width] bfloat16; of parts whose code is 0, what is quantised to `out`, at once
+            with the row's scale.
+        out: [n, width] of e4m3, as of `settle_rows`.
+        codes: [n, parts] uint8, 0 for parts that are left; zeros thereafter.
+        part: as of `settle_rows`; rows have whole parts.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+    """
+    num_rows, width = check_parts(out, part)
+    if width % part:
+        raise ValueError(f"a row has {width} values; expected a multiple of {part}, whole parts")
+    storage = name_of(_LEFT_TYPES, "left", left)
+    check("left", left, (num_rows, width), left.dtype)
+    check("codes", codes, (num_rows, width // part), torch.uint8, vectors=False)
+    _settle(_parts_name(storage), (left,), out, codes, part, pdl)
+
+
+def check_parts(rows: ScaledRows, part: int) -> tuple[int, int]:
+    """Check rows of e4m3 whose parts have scales of their own; returns their number and width.
+
+    Raises:
+        ValueError: wrong shape, type or alignment, or parts that kernels do not settle.
+    """
     num_rows, width = rows.values.shape
     if rows.check("rows", num_rows, width) != BYTE_TYPES[torch.float8_e4m3fn]:
         raise ValueError(f"rows.values is {rows.values.dtype}; expected {torch.float8_e4m3fn}")
@@ -194,12 +232,19 @@ def settle_rows(rows: ScaledRows, codes: Tensor, part: int, *, pdl: bool = False
         )
     if part % 16 or part < MIN_PART:
         raise ValueError(f"part is {part}; allowed: multiples of 16 from {MIN_PART} on")
-    check("codes", codes, (-(-width // part), num_rows), torch.uint8, vectors=False)
+    return num_rows, width
+
+
+def _settle(
+    name: str, left: tuple[Tensor, ...], rows: ScaledRows, codes: Tensor, part: int, pdl: bool
+) -> None:
+    num_rows, width = rows.values.shape
     if not num_rows:
         return
-    kernel("quantization", _SETTLING)(
+    kernel("quantization", name)(
         -(-num_rows // _ROWS_AT_ONCE),
         32 * _ROWS_AT_ONCE,
+        *left,
         rows.values,
         rows.scales,
         codes,
@@ -208,6 +253,10 @@ def settle_rows(rows: ScaledRows, codes: Tensor, part: int, *, pdl: bool = False
         part,
         pdl=pdl,
     )
+
+
+def _parts_name(storage: str) -> str:
+    return f"settle_parts<{storage}>"
 
 
 def _name(value_type: str, storage: str, per_thread: int, spreads: str) -> str:
@@ -222,4 +271,5 @@ def instantiations() -> list[Instantiation]:
         for storage in _TYPES.values()
         for per_thread in _VECTORS_PER_THREAD
     )
-    return [("quantization", (*names, _SETTLING), ())]
+    settling = (_SETTLING, *(_parts_name(storage) for storage in _LEFT_TYPES.values()))
+    return [("quantization", (*names, *settling), ())]

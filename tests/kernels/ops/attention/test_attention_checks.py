@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 import recorded_launches
+from inflight_kernels.ops.attention import operands
 from inflight_kernels.ops.attention.attention import attend, rope_attend, workspace_size
-from inflight_kernels.ops.attention.operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention.operands import (
+    AttentionMetadata,
+    AttentionParams,
+    QuantizedOut,
+)
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.rope import PagedKV, RopeInputs
 from inflight_kernels.runtime.recording import Launched, record_launches
 from inflight_kernels.torch_ops.kv_quantization import QuantizedKV, of_blocks
@@ -34,6 +40,8 @@ class Step:
     scale: float = 1.0
     cache_dtype: torch.dtype = torch.bfloat16
     sinks: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+    quantized: QuantizedOut | None = None
 
     def size(self, max_q_len: int | None = None, batch_invariant: bool = False) -> int:
         return workspace_size(
@@ -54,10 +62,10 @@ class Step:
         def lengths(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device="meta")
 
-        q = torch.zeros(sum(self.q_lens), num_heads, head_dim, dtype=torch.bfloat16, device="meta")
+        q = torch.zeros(sum(self.q_lens), num_heads, head_dim, dtype=self.dtype, device="meta")
         k_cache, v_cache = (
             torch.zeros(4, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
-            for dtype in (self.cache_dtype, torch.bfloat16)
+            for dtype in (self.cache_dtype, self.dtype)
         )
         metadata = AttentionMetadata(
             AttentionParams(*HEADS, scale=self.scale, batch_invariant=batch_invariant),
@@ -70,7 +78,15 @@ class Step:
         )
         kv = PagedKV(k_cache, v_cache)
         out = torch.empty_like(q)
-        attend(q, kv, metadata, out, sinks=self.sinks, history_ready=history_ready)
+        attend(
+            q,
+            kv,
+            metadata,
+            out,
+            sinks=self.sinks,
+            quantized=self.quantized,
+            history_ready=history_ready,
+        )
 
 
 @pytest.mark.usefixtures("launched")
@@ -132,6 +148,46 @@ def test_sinks_are_a_float32_number_for_each_query_head(launched: Launched) -> N
     assert not launched
     Step([1], sinks=torch.zeros(8, device="meta")).run(size)
     assert launched
+
+
+def quantized_out(
+    num_tokens: int, dtype: torch.dtype = torch.float8_e4m3fn, **changes: Tensor
+) -> QuantizedOut:
+    rows = ScaledRows.empty(num_tokens, HEADS[0] * HEADS[2], "meta", dtype)
+    codes = torch.zeros(num_tokens, HEADS[0], dtype=torch.uint8, device="meta")
+    return QuantizedOut(rows, codes)._replace(**changes)
+
+
+def test_memory_that_attention_cannot_quantise_to_is_refused(launched: Launched) -> None:
+    size = Step([700]).size()
+    codes = torch.zeros(HEADS[0], 700, dtype=torch.uint8, device="meta")
+    for quantized, message in (
+        (quantized_out(699), r"rows is \[699, 1024\]; expected \[700, 1024\]"),
+        (quantized_out(700, torch.int8), r"values is torch.int8; expected torch.float8_e4m3fn"),
+        (
+            quantized_out(700, codes=codes),
+            r"codes is torch.uint8 \[8, 700\]; expected .*\[700, 8\]",
+        ),
+        (quantized_out(700, codes=codes.view(700, 8).float()), "codes is torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Step([700], quantized=quantized).run(size)
+    half = {"dtype": torch.float16, "cache_dtype": torch.float16}
+    with pytest.raises(ValueError, match=r"q is torch.float16; .* torch.bfloat16"):
+        Step([700], quantized=quantized_out(700), **half).run(size)  # type: ignore[arg-type]
+    assert not launched
+
+
+@pytest.mark.parametrize("q_lens", [[700], [1, 300]], ids=str)
+def test_what_no_kernel_of_hopper_attends_is_quantised_by_the_last_one(
+    launched: Launched, q_lens: list[int]
+) -> None:
+    step = Step(q_lens, quantized=quantized_out(sum(q_lens)))
+    step.run(step.size())
+    names = [name.partition("<")[0] for _, name in launched]
+    many = "attend_quantizing" if operands.is_hopper() else "attend"
+    few = ["attend"] if len(q_lens) > 1 else []
+    assert [name for name in names if not name.startswith("plan")] == [*few, many, "settle_parts"]
 
 
 def test_caches_of_8_bits_that_kernels_cannot_take_are_refused(launched: Launched) -> None:

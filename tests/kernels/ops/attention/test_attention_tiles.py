@@ -213,7 +213,7 @@ def test_every_shape_of_every_type_is_instantiated():
     assert counts == {
         "attention": types * (anywhere + for_small_memories + of_few_rows) + 2 * of_chunks,
         "attention_heads": 3 * (2 * types + 2),  # bytes in pairs of blocks, too
-        "attention_hopper": 2 * 2,
+        "attention_hopper": 2 * 2 + 2,  # of bfloat16 to e4m3, too
         "attention_dequantize": 2 * 2,  # types of 8 bits, heads with a kernel for Hopper
         "attention_plan": 5,
     }
