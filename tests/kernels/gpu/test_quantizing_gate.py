@@ -195,14 +195,14 @@ def test_settled_rows_have_the_scale_of_their_largest_part(
     values = (torch.randn(num_rows, width, device="cuda") * 100).clamp_(-448, 448).to(FP8)
     out.rows.values.copy_(values)
     parts = -(-width // part)
-    codes = torch.randint(15, 19, (parts, num_rows), device="cuda", dtype=torch.uint8)
-    codes[:, 0] = 16
+    codes = torch.randint(15, 19, (num_rows, parts), device="cuda", dtype=torch.uint8)
+    codes[0] = 16
     settle_rows(out.rows, codes, part)
     settled = out.check()
-    largest = codes.amax(0)
+    largest = codes.amax(1)
     assert torch.equal(settled.scales, torch.exp2(8 * (largest.float() - 16) - 4))
-    less = torch.exp2(8 * (codes.float() - largest.float()))
-    factors = less.T.repeat_interleave(part, 1)[:, :width]
+    less = torch.exp2(8 * (codes.float() - largest.float()[:, None]))
+    factors = less.repeat_interleave(part, 1)[:, :width]
     expected = (values.float() * factors).to(FP8)
     assert torch.equal(settled.values.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(settled.values[0].view(torch.uint8), values[0].view(torch.uint8))

@@ -81,12 +81,11 @@ __device__ __forceinline__ uint4 divided(const uint4& raw, unsigned less) {
     return make_uint4(converted(raw.x), converted(raw.y), converted(raw.z), converted(raw.w));
 }
 
-// Of the kernels below. The code of part i of a row is codes[row * row_codes + i * part_codes].
-// Parts with LEFT_CODE are read from `left`, if T is not void, and codes are set to that.
+// Of the kernels below, with codes [m, parts]. Parts with LEFT_CODE are read from `left`, in 16
+// bits, if T is not void, and codes are set to that.
 template <typename T>
 __device__ __forceinline__ void settle(const T* left, unsigned char* values, float* scales,
-                                       unsigned char* codes, int m, int width, int part,
-                                       int row_codes, int part_codes) {
+                                       unsigned char* codes, int m, int width, int part) {
     __shared__ unsigned char all_codes[ROWS_AT_ONCE][MAX_PARTS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * ROWS_AT_ONCE + warp, parts = (width + part - 1) / part;
@@ -96,11 +95,11 @@ __device__ __forceinline__ void settle(const T* left, unsigned char* values, flo
     if (row >= m) return;
 
     unsigned largest = 0, least = BROKEN_CODE;
-    unsigned char* const first_code = codes + static_cast<long long>(row) * row_codes;
+    codes += static_cast<long long>(row) * parts;
+#pragma unroll 4
     for (int i = lane; i < parts; i += 32) {
-        unsigned char* const place = first_code + static_cast<long long>(i) * part_codes;
-        const unsigned code = *place;
-        if (!SAME<T, void>) *place = LEFT_CODE;
+        const unsigned code = codes[i];
+        if (!SAME<T, void>) codes[i] = LEFT_CODE;
         own_codes[i] = code;
         largest = max(largest, code);
         least = min(least, code);
@@ -142,17 +141,17 @@ __device__ __forceinline__ void settle(const T* left, unsigned char* values, flo
     }
 }
 
-// codes [parts, m]; all parts are quantised.
+// All parts are quantised.
 __global__ void __launch_bounds__(32 * ROWS_AT_ONCE)
     settle_rows(unsigned char* values, float* scales, unsigned char* codes, int m, int width,
                 int part) {
-    settle<void>(nullptr, values, scales, codes, m, width, part, 1, m);
+    settle<void>(nullptr, values, scales, codes, m, width, part);
 }
 
-// codes [m, parts]; some parts may be left in 16 bits, in rows of as many values.
+// Some parts may be left in 16 bits, in rows of as many values.
 template <typename T>
 __global__ void __launch_bounds__(32 * ROWS_AT_ONCE)
     settle_parts(const T* left, unsigned char* values, float* scales, unsigned char* codes, int m,
                  int width, int part) {
-    settle<T>(left, values, scales, codes, m, width, part, width / part, 1);
+    settle<T>(left, values, scales, codes, m, width, part);
 }

@@ -182,7 +182,7 @@ struct Staged {
     const TensorMap& out;
 };
 
-// The same, quantised: a row of a tile has a scale of its own, with code codes[tile * m + token].
+// The same, quantised: a row of a tile has a scale of its own, of which codes [m, tiles] are.
 struct Quantized {
     using Stored = Fp8;
     const TensorMap& out;
@@ -387,10 +387,12 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                                                inverse_coarse_scale(codes[1])};
                     results_of(group).write_bytes(results, inverses, results_parity);
                     // Last: the fence between results and their copy would wait for these.
+                    const int parts = (width + COLUMNS - 1) / COLUMNS;
 #pragma unroll
                     for (int i = 0; i < 2; i++)
                         if (lane % 4 == 0 && token + 8 * i < m && column < width)
-                            target.codes[column / COLUMNS * m + token + 8 * i] = codes[i];
+                            target.codes[static_cast<long long>(token + 8 * i) * parts +
+                                         column / COLUMNS] = codes[i];
                 } else if constexpr (STAGED)
                     results_of(group).write(results, target.has_residual, results_parity);
                 else

@@ -286,7 +286,7 @@ def quantizing_gate(
         raise RuntimeError("this kernel requires a Hopper GPU")
     cut = plan(m, n, True, num_multiprocessors(), scaled=True)
     shape, part = cut.shape, cut.shape.rows // 2
-    of_parts = _codes_of_parts(codes, -(-(n // 2) // part), m)
+    of_parts = _codes_of_parts(codes, m, -(-(n // 2) // part))
     sizes = layout(shape, gated=True, scaled=True, quantizes=True)
     assert sizes.box is not None, "results of 8 bits are staged"
     kernel("gemm_hopper", _quantizing_name(shape, storage))(
@@ -307,13 +307,13 @@ def quantizing_gate(
     settle_rows(out, of_parts, part, pdl=pdl)
 
 
-def _codes_of_parts(codes: Tensor, parts: int, m: int) -> Tensor:
-    """The first of them as [parts, m]."""
+def _codes_of_parts(codes: Tensor, m: int, parts: int) -> Tensor:
+    """The first of them as [m, parts]."""
     if codes.dtype != torch.uint8 or codes.dim() != 1 or len(codes) < parts * m:
         raise ValueError(
             f"codes is {codes.dtype} {list(codes.shape)}; expected at least {parts * m} bytes"
         )
-    return codes[: parts * m].view(parts, m)
+    return codes[: m * parts].view(m, parts)
 
 
 def _operand_maps(shape: Shape, x: Tensor, weight: Tensor, depth: int) -> tuple[object, object]:

@@ -180,7 +180,7 @@ def settle_rows(rows: ScaledRows, codes: Tensor, part: int, *, pdl: bool = False
     Args:
         rows: [n, width] of e4m3, width at most MAX_SETTLED_WIDTH; updated in place, and its scales
             written. The scale of a row with NaN or infinity is NaN.
-        codes: [parts, n] uint8, of the scales of each part (eight_bit.cuh).
+        codes: [n, parts] uint8, of the scales of each part (eight_bit.cuh).
         part: columns of a part, a multiple of 16 and at least MIN_PART.
         pdl: see `Kernel`.
 
@@ -188,7 +188,7 @@ def settle_rows(rows: ScaledRows, codes: Tensor, part: int, *, pdl: bool = False
         ValueError: wrong shape, type or alignment of an operand.
     """
     num_rows, width = check_parts(rows, part)
-    check("codes", codes, (-(-width // part), num_rows), torch.uint8, vectors=False)
+    check("codes", codes, (num_rows, -(-width // part)), torch.uint8, vectors=False)
     _settle(_SETTLING, (), rows, codes, part, pdl)
 
 
@@ -271,5 +271,5 @@ def instantiations() -> list[Instantiation]:
         for storage in _TYPES.values()
         for per_thread in _VECTORS_PER_THREAD
     )
-    settling = (_SETTLING, *(_parts_name(storage) for storage in _LEFT_TYPES.values()))
-    return [("quantization", (*names, *settling), ())]
+    left = (_parts_name(storage) for storage in _LEFT_TYPES.values())
+    return [("quantization", (*names, _SETTLING, *left), ())]
