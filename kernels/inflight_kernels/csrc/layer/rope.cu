@@ -96,7 +96,9 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
     const int heads_at_once = blockDim.x / GROUP;
     const int all_heads = num_heads + 2 * num_kv_heads;
     const int column = lane * N;
-    const long long token = blockIdx.x;
+    // The last tokens are first: they are still in the L2 cache, if the product has written them
+    // last.
+    const long long token = gridDim.x - 1 - blockIdx.x;
 
     if (!history_ready) pdl_wait();
     pdl_launch_dependents();
