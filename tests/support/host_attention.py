@@ -82,8 +82,9 @@ class HostAttentionMetadata:
         num_tokens: int,
         *settings: object,
         planned: bool,
-        dequantized: None,
-        cascade: None,
+        max_q_len: int | None = None,
+        dequantized: None = None,
+        cascade: None = None,
     ) -> None:
         self.spec = spec
         self.num_tokens = num_tokens

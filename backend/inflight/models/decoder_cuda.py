@@ -415,8 +415,9 @@ class Decoder:
             if index == last and not num_kept:
                 passes[which].write(buffers.qkv, kv, learned)
                 return
-            is_cut, num_left = index == last and num_kept < num_tokens, num_tokens
-            kept = inputs.sample_rows[:num_kept] if is_cut else None
+            kept, num_left = None, num_tokens
+            if index == last and num_kept < num_tokens:
+                kept = inputs.sample_rows[:num_kept]
             attended = self._attend(passes[which], kv, learned, own.out, num_tokens, kept)
             if kept is not None:
                 num_left, residual = num_kept, self._last

@@ -355,12 +355,10 @@ class LastRows:
             chunks.block_tables,
             num_rows,
             self.workspace,
-            1,
+            max_q_len=1,
             planned=True,
-            dequantized=None,
-            cascade=None,
         )
-        planning.plan(metadata, history_ready=False, pdl=True)
+        planning.plan(metadata, pdl=True)
         return metadata
 
 
