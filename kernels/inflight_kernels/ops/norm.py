@@ -8,9 +8,7 @@ from torch import Tensor
 from inflight_kernels.ops.linear.scaled_rows import QUANTIZING_TYPES, ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
-    BYTE_TYPES,
     STORAGE_TYPES,
-    VECTOR_BYTES,
     check,
     fewest_vectors,
     kernel,
@@ -23,10 +21,6 @@ _VECTORS_PER_THREAD = (1, 2, 4, 8)
 
 _ROWS_AT_ONCE = 4
 """Of a block, if there are many rows; its threads have several vectors of each."""
-
-# As in norm.cu.
-_WARPS_THREADS = 128
-_VECTORS_OF_A_LANE = (4, 8, 16)
 
 _QUANTIZED_TYPES = {torch.bfloat16: STORAGE_TYPES[torch.bfloat16]}
 """Types of x whose norm can be quantised."""
@@ -72,9 +66,6 @@ def rms_norm(
     if (residual is None) != (total is None) and not (widens and residual is None):
         raise ValueError("residual and total must be given together")
     _check_sums(residual, total, x.shape, sum_type, outputs[0])
-    if total is None and _prefers_warps(x, out):
-        _norm_by_warps(x, weight, eps, outputs, value_type, pdl)
-        return
     fewest = fewest_vectors(num_rows) if residual is None else 1
     per_thread, threads = block_of(vectors_in("hidden", hidden, x.dtype), hidden, sum_type, fewest)
     if not num_rows:
@@ -86,51 +77,18 @@ def rms_norm(
     kernel("norm", name)(
         -(-num_rows // at_once),
         threads,
-        *(x, x if residual is None else residual, weight),
+        x,
+        x if residual is None else residual,
+        weight,
         outputs[0] if total is None else total,
         *outputs,
-        *(num_rows, at_once, hidden, eps),
+        num_rows,
+        at_once,
+        hidden,
+        eps,
         *spread_bits,
         pdl=pdl,
     )
-
-
-def _prefers_warps(x: Tensor, out: Tensor | ScaledRows) -> bool:
-    """Whether each row has a warp: if there are many, and a warp's registers hold one."""
-    num_rows, hidden = x.shape
-    spreads = isinstance(out, ScaledRows) and out.spread
-    is_narrow = hidden * x.itemsize <= 32 * _VECTORS_OF_A_LANE[-1] * VECTOR_BYTES
-    return fewest_vectors(num_rows) > 1 and is_narrow and x.itemsize == 2 and not spreads
-
-
-def _norm_by_warps(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    outputs: tuple[Tensor, ...],
-    value_type: str,
-    pdl: bool,
-) -> None:
-    """`rms_norm` of checked operands, with bitwise the same results."""
-    num_rows, hidden = x.shape
-    vectors = vectors_in("hidden", hidden, x.dtype)
-    per_lane = next(count for count in _VECTORS_OF_A_LANE if vectors <= 32 * count)
-    storage = STORAGE_TYPES[x.dtype]
-    kernel("norm", _warps_name(storage, value_type or storage, per_lane))(
-        -(-num_rows * 32 // _WARPS_THREADS),
-        _WARPS_THREADS,
-        x,
-        weight,
-        *(outputs if value_type else (*outputs, 0)),
-        num_rows,
-        hidden,
-        eps,
-        pdl=pdl,
-    )
-
-
-def _warps_name(storage: str, out_type: str, per_lane: int) -> str:
-    return f"rms_norm_by_warps<{storage}, {out_type}, {per_lane}>"
 
 
 def _check_rows(
@@ -206,7 +164,7 @@ def vectors_per_thread(*, widens: bool) -> tuple[int, ...]:
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
-    wide, quantizable = STORAGE_TYPES[torch.float32], _QUANTIZED_TYPES.values()
+    wide = STORAGE_TYPES[torch.float32]
     kinds = [(storage, storage) for storage in STORAGE_TYPES.values()]
     kinds += [(storage, wide) for storage in STORAGE_TYPES.values() if storage != wide]
     names = tuple(
@@ -221,11 +179,4 @@ def instantiations() -> list[Instantiation]:
         for name in names
         if name.startswith(tuple(f"rms_norm<{storage}," for storage in _QUANTIZED_TYPES.values()))
     )
-    by_warps = tuple(
-        _warps_name(storage, out_type, per_lane)
-        for storage in STORAGE_TYPES.values()
-        if storage != wide
-        for out_type in (storage, *(BYTE_TYPES.values() if storage in quantizable else ()))
-        for per_lane in _VECTORS_OF_A_LANE
-    )
-    return [("norm", names + quantized + by_warps, ())]
+    return [("norm", names + quantized, ())]

@@ -1,6 +1,5 @@
 // RMSNorm with fused residual addition; see norm_row.cuh.
 #include "layer/norm_row.cuh"
-#include "layer/norm_warp.cuh"
 
 template <typename T, typename R, int VECTORS, bool ADD>
 __global__ void __launch_bounds__(512)
@@ -20,12 +19,4 @@ __global__ void __launch_bounds__(512)
     const StoredRows<T> rows = {x, num_rows, at_once};
     norm_row<T, R, Value, VECTORS, ADD, SPREADS>(rows, residual, weight, total, out, scales, hidden,
                                                  eps, spread_bits);
-}
-
-// RMSNorm of many rows, a warp for each; see norm_warp.cuh.
-template <typename T, typename Out, int VECTORS>
-__global__ void __launch_bounds__(128, 5)
-    rms_norm_by_warps(const T* x, const float* weight, Out* out, float* scales, int num_rows,
-                      int hidden, float eps) {
-    norm_by_warps<T, Out, VECTORS>(x, weight, out, scales, num_rows, hidden, eps);
 }
