@@ -153,12 +153,11 @@ def test_sampled_rows_that_are_attended_alone_have_the_logits_of_all(
         assert abs(own - other) < TOLERANCES.get(kv_dtype, 0.1), (found, expected)
 
 
-# Not with a cache of e4m3, which rounds what differs in this model once more.
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_attention_that_quantises_its_output_leaves_the_logits_nearly_as_they_are(
-    tmp_path: Path, kv_dtype: str, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a cache of 16 bits; one of 8 bits rounds what differs once more."""
     checkpoint, wanted = model(tmp_path, 128, "all layers"), requests(LENGTHS, max_tokens=1)
     counts: list[int] = []
 
@@ -174,7 +173,6 @@ def test_attention_that_quantises_its_output_leaves_the_logits_nearly_as_they_ar
             checkpoint,
             "gpu",
             quantization="fp8",
-            kv_cache_dtype=kv_dtype,
             cuda_graphs=cuda_graphs,
             max_num_batched_tokens=1024,
         )
