@@ -68,10 +68,15 @@ class CudaScaledLinear:
     def input_rows(self, num_tokens: int) -> ScaledRows:
         return self._inputs.rows(num_tokens, self.weight)
 
+    @property
+    def takes_coarse(self) -> bool:
+        """Whether its input may have coarse scales (eight_bit.cuh), with which some values are
+        rounded twice. Integers have no room for them, and which values these are depends on the
+        step."""
+        return self.weight.values.dtype == torch.float8_e4m3fn and not self._batch_invariant
+
     def coarse_rows(self, num_tokens: int) -> ScaledRows | None:
-        # Integers have no room for coarse scales, and what is rounded twice depends on the step.
-        takes = self.weight.values.dtype == torch.float8_e4m3fn and not self._batch_invariant
-        return self.input_rows(num_tokens) if takes else None
+        return self.input_rows(num_tokens) if self.takes_coarse else None
 
     def norms(self, num_tokens: int) -> bool:
         n, k = self.weight.values.shape
@@ -103,14 +108,11 @@ class CudaScaledLinear:
         return rows
 
     def _quantizes_gate(self, num_tokens: int, down: CudaWeight) -> bool:
-        """Whether results of the gate are quantised as `down` takes them.
-
-        Some are rounded twice. Which ones depends on the tiles, and so on the number of tokens.
-        """
+        """Whether results of the gate are quantised as `down` takes them."""
         return (
             isinstance(down, CudaScaledLinear)
-            and down.weight.values.dtype == self.weight.values.dtype == torch.float8_e4m3fn
-            and not self._batch_invariant
+            and down.takes_coarse
+            and self.takes_coarse
             and num_tokens > skinny_gemm.MAX_TOKENS
             and gemm.can_quantize_gate(len(self.weight.values))
         )
