@@ -32,6 +32,7 @@ from inflight.models.layers.attention import (
     Attention,
     ForwardInputs,
     LayerPass,
+    PassLimits,
     RotaryTables,
     max_dequantized_keys,
 )
@@ -81,6 +82,11 @@ class DecoderSettings:
     batch_invariant: bool = False
     quantization: Quantization = "auto"
     kv_cache_dtype: KVDtype = "auto"
+
+    @property
+    def limits(self) -> PassLimits:
+        """Of passes."""
+        return PassLimits(self.max_tokens, self.max_rows, self.max_len)
 
     @property
     def kv_dtype(self) -> KVDtype:
@@ -144,23 +150,15 @@ def _attention(
     spec: AttentionSpec, tables: RotaryTables, settings: DecoderSettings
 ) -> Attention | LatentAttention:
     """What the layers with one spec share."""
-    of_rope, invariant = tables.of(spec.rope), settings.batch_invariant
-    max_tokens, max_rows = settings.max_tokens, settings.max_rows
+    of_rope, invariant, limits = tables.of(spec.rope), settings.batch_invariant, settings.limits
     if spec.latent is not None:
         return LatentAttention(
-            spec,
-            of_rope,
-            max_tokens=max_tokens,
-            max_rows=max_rows,
-            batch_invariant=invariant,
-            dtype=settings.dtype,
+            spec, of_rope, limits, batch_invariant=invariant, dtype=settings.dtype
         )
     return Attention(
         spec,
         of_rope,
-        max_tokens=max_tokens,
-        max_rows=max_rows,
-        max_len=settings.max_len,
+        limits,
         batch_invariant=invariant,
         dtype=settings.dtype,
         kv_dtype=settings.quantized_kv,
@@ -442,7 +440,7 @@ class Decoder:
         entire buffer, or quantised."""
         qkv, attended, last = self._buffers.qkv, self._buffers.attended, self._last_attended
         if kept is None:
-            return own.layer(qkv, kv, attended, learned, out.coarse_rows(num_tokens))
+            return own.layer(qkv, kv, attended, learned, out)
         if not own.rows(qkv, kv, kept, last, learned):
             own.layer(qkv, kv, attended, learned)
             embedding(kept, attended[:num_tokens], out=last[: len(kept)], pdl=True)

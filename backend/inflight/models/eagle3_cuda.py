@@ -83,9 +83,7 @@ class Head:
         self._attention = Attention(
             attention,
             RotaryTables(layer, settings.max_len, device).of(attention.rope),
-            max_tokens=settings.max_tokens,
-            max_rows=settings.max_rows,
-            max_len=settings.max_len,
+            settings.limits,
             batch_invariant=settings.batch_invariant,
             dtype=settings.dtype,
             kv_dtype=settings.quantized_kv,

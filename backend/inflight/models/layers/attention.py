@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.step_size import StepSize
+from inflight.models.layers.linear import CudaWeight
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
 from inflight_kernels.ops.attention import attention, planning
@@ -27,7 +28,6 @@ from inflight_kernels.ops.attention.operands import (
 from inflight_kernels.ops.attention.rows import TokenChunks, find_chunks
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.linear.operands import Operand
-from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
@@ -58,6 +58,21 @@ def max_dequantized_keys(max_len: int, max_tokens: int) -> int:
         max_tokens: maximum T.
     """
     return max(max_len, _DEQUANTIZED_STEPS * max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """The largest pass that there is memory for.
+
+    Attributes:
+        max_tokens: maximum T.
+        max_rows: maximum n.
+        max_len: maximum sequence length.
+    """
+
+    max_tokens: int
+    max_rows: int
+    max_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,12 @@ class LayerPass(Protocol):
     """One pass over the layers with attention of one kind, whose weights it takes."""
 
     def layer(
-        self, qkv: Tensor, kv: PagedKV, out: Tensor, weights: Any, rows: ScaledRows | None = None
+        self,
+        qkv: Tensor,
+        kv: PagedKV,
+        out: Tensor,
+        weights: Any,
+        following: CudaWeight | None = None,
     ) -> Operand:
         """Launch a layer's attention.
 
@@ -109,11 +129,11 @@ class LayerPass(Protocol):
             kv: of the layer.
             out: [T or more, out_width].
             weights: of the layer's attention.
-            rows: [T, out_width], `CudaWeight.coarse_rows` of the layer that takes the output; None
-                if it takes none.
+            following: the linear layer that takes the output, which may then be quantised for it;
+                None to leave it in `out`.
 
         Returns:
-            The output: `out`, or `rows` if that is faster.
+            The output: `out`, or T quantised rows.
         """
 
     def write(self, qkv: Tensor, kv: PagedKV, weights: Any) -> None:
@@ -165,9 +185,7 @@ class Attention:
     Args:
         spec: of these layers.
         tables: cos and sin of their rotary embedding.
-        max_tokens: maximum T.
-        max_rows: maximum n.
-        max_len: maximum sequence length.
+        limits: of passes.
         batch_invariant: results for a token do not depend on the other tokens of its step.
         dtype: of the activations.
         kv_dtype: of a KV cache of 8 bits; None for one in that type.
@@ -177,10 +195,8 @@ class Attention:
         self,
         spec: AttentionSpec,
         tables: tuple[Tensor, Tensor],
+        limits: PassLimits,
         *,
-        max_tokens: int,
-        max_rows: int,
-        max_len: int,
         batch_invariant: bool,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None,
@@ -197,22 +213,26 @@ class Attention:
         self._norms_heads = spec.qk_norm == "head"
         self._cos, self._sin = tables
         size = attention.workspace_size(
-            max_rows, max_tokens, *heads, batch_invariant=batch_invariant, kv_dtype=kv_dtype
+            limits.max_rows,
+            limits.max_tokens,
+            *heads,
+            batch_invariant=batch_invariant,
+            kv_dtype=kv_dtype,
         )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
         self._dequantized: DequantizedKV | None = None
         if attention.reads_dequantized(self._params):
-            most_keys = max_dequantized_keys(max_len, max_tokens)
+            most_keys = max_dequantized_keys(limits.max_len, limits.max_tokens)
             self._dequantized = DequantizedKV.empty(
-                most_keys, max_rows, self._params, self._cos.device
+                most_keys, limits.max_rows, self._params, self._cos.device
             )
-        self._cascade = Cascade.empty(max_rows, _BLOCK_SIZE, self._params, self._cos.device)
+        self._cascade = Cascade.empty(limits.max_rows, _BLOCK_SIZE, self._params, self._cos.device)
         self._last_rows: LastRows | None = None
-        if max_tokens >= _MIN_STEP_TOKENS and not batch_invariant:
-            self._last_rows = LastRows.empty(self._params, max_len, dtype, self._cos.device)
+        if limits.max_tokens >= _MIN_STEP_TOKENS and not batch_invariant:
+            self._last_rows = LastRows.empty(self._params, limits.max_len, dtype, self._cos.device)
         self._codes: Tensor | None = None
-        if max_tokens >= _MIN_QUANTIZED_TOKENS and not batch_invariant:
-            shape = (max_tokens, spec.num_heads)
+        if limits.max_tokens >= _MIN_QUANTIZED_TOKENS and not batch_invariant:
+            shape = (limits.max_tokens, spec.num_heads)
             self._codes = torch.zeros(shape, dtype=torch.uint8, device=self._cos.device)
 
     def begin(
@@ -389,15 +409,13 @@ class AttentionPass:
         kv: PagedKV,
         out: Tensor,
         weights: AttentionWeights,
-        rows: ScaledRows | None = None,
+        following: CudaWeight | None = None,
     ) -> Operand:
         """Launch a layer's attention: qkv [T or more, (H + 2 * G) * D] -> out [T, H * D], or
-        rows."""
+        quantised rows."""
         ready, num_tokens = self.history_ready, self.metadata.num_tokens
         qkv, attended = qkv[:num_tokens], out[:num_tokens]
-        quantized = None
-        if rows is not None and self.codes is not None:
-            quantized = QuantizedOut(rows, self.codes)
+        quantized = self._quantized(following)
         if self.rotates:
             attention.rope_attend(
                 qkv,
@@ -423,6 +441,13 @@ class AttentionPass:
             )
         self.history_ready = True
         return out if quantized is None else quantized.rows
+
+    def _quantized(self, following: CudaWeight | None) -> QuantizedOut | None:
+        """Where the output goes if it is quantised for this layer."""
+        if self.codes is None or following is None:
+            return None
+        rows = following.coarse_rows(self.metadata.num_tokens)
+        return None if rows is None else QuantizedOut(rows, self.codes)
 
     def write(self, qkv: Tensor, kv: PagedKV, weights: AttentionWeights) -> None:
         """Launch only the KV cache write, for a last layer whose output is not needed."""

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from inflight.core.step_size import StepSize
-from inflight.models.layers.attention import ForwardInputs
+from inflight.models.layers.attention import ForwardInputs, PassLimits
 from inflight.models.layers.linear import CudaWeight, whole_tiles
 from inflight.models.spec import AttentionSpec, LatentSpec
 from inflight_kernels.ops.latent import attention, products, rows
 from inflight_kernels.ops.latent.operands import LatentNorm, Projections
-from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, RopeInputs
 
@@ -46,8 +45,7 @@ class LatentAttention:
     Args:
         spec: of these layers.
         tables: cos and sin of their rotary embedding.
-        max_tokens: maximum T.
-        max_rows: maximum n.
+        limits: of passes.
         batch_invariant: results for a token do not depend on the other tokens of its step.
         dtype: of activations.
 
@@ -62,9 +60,8 @@ class LatentAttention:
         self,
         spec: AttentionSpec,
         tables: tuple[Tensor, Tensor],
+        limits: PassLimits,
         *,
-        max_tokens: int,
-        max_rows: int,
         batch_invariant: bool,
         dtype: torch.dtype,
     ) -> None:
@@ -73,12 +70,12 @@ class LatentAttention:
         self._params = attention.LatentParams(spec.num_heads, spec.scale, batch_invariant)
         self._cos, self._sin = tables
         size = attention.workspace_size(
-            max_rows, max_tokens, spec.num_heads, batch_invariant=batch_invariant
+            limits.max_rows, limits.max_tokens, spec.num_heads, batch_invariant=batch_invariant
         )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
 
         def buffer(*shape: int) -> Tensor:
-            num_rows = whole_tiles(max_tokens)
+            num_rows = whole_tiles(limits.max_tokens)
             return torch.zeros(num_rows, *shape, dtype=dtype, device=self._cos.device)
 
         self.absorbed = buffer(spec.num_heads, self.latent.key_dim)
@@ -134,7 +131,7 @@ class LatentPass:
         kv: PagedKV,
         out: Tensor,
         weights: LatentLayer,
-        rows: ScaledRows | None = None,
+        following: CudaWeight | None = None,
     ) -> Tensor:
         """Launch a layer's attention: qkv [T or more, qkv_width] -> out [T, H * v_dim], always in
         16 bits."""
