@@ -145,7 +145,11 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
 
 
 def abort_while_it_starts(folder: Path, times: int) -> bool:
-    """Check a start with so many aborts; false if a busy machine has missed the time for one."""
+    """Check a start with so many aborts; false if a busy machine has missed the time for one.
+
+    The last may come just after the server has loaded: as one of a running server, it is no start
+    that failed. A server that were started more often than twice would be ready at each try.
+    """
     process = launch(folder, "echo", prepare=without_chat)
     serving = Serving(process, "", "", folder / "models", folder / "shown", folder / "log")
     aborted: set[int] = set()
@@ -165,11 +169,12 @@ def abort_while_it_starts(folder: Path, times: int) -> bool:
                     aborted.add(pid)
                     os.kill(pid, signal.SIGABRT)
             time.sleep(0.05)  # a look at all processes takes as long
-        if len(aborted) < times and process.poll() is None:
+        is_ready = "READY" in serving.shown.read_text()
+        if process.poll() is None and (len(aborted) < times or (times > 1 and is_ready)):
             return False
         assert len(aborted) == times
         if times == 1:
-            assert "READY" in serving.shown.read_text()
+            assert is_ready
             process.send_signal(signal.SIGTERM)
         assert process.wait(EXIT_S) == (0 if times == 1 else 1)
     finally:
