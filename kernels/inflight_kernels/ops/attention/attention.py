@@ -12,6 +12,7 @@ dispatch.py decides which kernel handles which chunks; planning.py launches the 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,11 +142,12 @@ def attend(
         quantized.check_fits(metadata.spec, metadata.num_tokens, q.dtype)
     if not metadata.planned:
         plan(metadata, pdl=pdl)
+    layer = _Layer(q, kv, metadata.block_tables, metadata, out, sinks)
     for part in metadata.parts:
         if isinstance(part.shape, HopperShape):
-            _attend_on_hopper(part, q, kv, metadata, out, sinks, quantized, pdl)
+            _attend_on_hopper(part, layer, quantized, pdl)
         else:
-            _attend_anywhere(part, q, kv, metadata, out, sinks, history_ready, pdl)
+            _attend_anywhere(part, layer, history_ready, pdl)
     if quantized is not None:
         rows, codes = quantized
         left = out.view(rows.values.shape)
@@ -211,7 +213,7 @@ def rope_attend(
         shape.threads,
         qkv,
         *kv.values,
-        *_arguments(part, qkv, kv, metadata, metadata.block_tables, out, weights.sinks),
+        *_Layer(qkv, kv, metadata.block_tables, metadata, out, weights.sinks).arguments(part),
         history_ready,
         *angles,
         shared=shape.shared_bytes,
@@ -312,28 +314,19 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- any GPU
 
 
-def _attend_anywhere(
-    part: Part,
-    q: Tensor,
-    kv: PagedKV,
-    metadata: AttentionMetadata,
-    out: Tensor,
-    sinks: Tensor | None,
-    history_ready: bool,
-    pdl: bool,
-) -> None:
+def _attend_anywhere(part: Part, layer: _Layer, history_ready: bool, pdl: bool) -> None:
     """Launch a kernel that reads a cache as it is."""
-    storage = _STORAGE_TYPES[q.dtype]
-    name, cascade = part.shape.name(storage), metadata.cascade_of(part)
+    storage = _STORAGE_TYPES[layer.q.dtype]
+    name, cascade = part.shape.name(storage), layer.metadata.cascade_of(part)
     prefixes: tuple[object, ...] = ()
     if cascade is not None and isinstance(part.shape, Shape | HeadsShape):
         name, prefixes = part.shape.cascade_name(storage), _prefix_arguments(cascade)
     kernel(part.shape.stem, name)(
         part.num_shares,
         part.shape.threads,
-        q,
-        *kv.values,
-        *_arguments(part, q, kv, metadata, metadata.block_tables, out, sinks),
+        layer.q,
+        *layer.kv.values,
+        *layer.arguments(part),
         history_ready,
         *prefixes,
         shared=part.shape.shared_bytes,
@@ -357,35 +350,28 @@ def _prefix_arguments(cascade: Cascade) -> tuple[object, ...]:
 # ---------------------------------------------------------------- Hopper
 
 
-def _attend_on_hopper(
-    part: Part,
-    q: Tensor,
-    kv: PagedKV,
-    metadata: AttentionMetadata,
-    out: Tensor,
-    sinks: Tensor | None,
-    quantized: QuantizedOut | None,
-    pdl: bool,
-) -> None:
+def _attend_on_hopper(part: Part, layer: _Layer, quantized: QuantizedOut | None, pdl: bool) -> None:
     """Launch the kernel for chunks with many rows, of a cache in q's type or a copy of it."""
-    storage, shape = _STORAGE_TYPES[q.dtype], HopperShape(metadata.spec.head_dim)
+    metadata = layer.metadata
+    storage, shape = _STORAGE_TYPES[layer.q.dtype], HopperShape(metadata.spec.head_dim)
     name = shape.name(storage)
     e4m3: tuple[Tensor, ...] = ()
     if quantized is not None:
         name, e4m3 = shape.quantizing_name(storage), (quantized.rows.values, quantized.codes)
-    block_tables = metadata.block_tables
-    if metadata.dequantized is not None and metadata.spec.kv_dtype is not None:
-        _dequantize(kv, metadata, metadata.dequantized, pdl)
-        kv, block_tables = PagedKV(*metadata.dequantized.blocks), metadata.dequantized.tables
-    k_cache, v_cache = kv.values
+    dequantized = metadata.dequantized if metadata.spec.kv_dtype is not None else None
+    if dequantized is not None:
+        _dequantize(layer.kv, metadata, dequantized, pdl)
+        copied = PagedKV(*dequantized.blocks)
+        layer = layer._replace(kv=copied, block_tables=dequantized.tables)
+    k_cache, v_cache = layer.kv.values
     kernel(shape.stem, name)(
         part.num_shares,
         shape.threads,
-        q,
+        layer.q,
         _tensor_map(k_cache),
         _tensor_map(v_cache),
         v_cache,
-        *_arguments(part, q, kv, metadata, block_tables, out, sinks),
+        *layer.arguments(part),
         Int64(metadata.workspace.data_ptr() + part.queue),
         *e4m3,
         shared=shape.shared_bytes,
@@ -433,36 +419,45 @@ def _tensor_map(cache: Tensor) -> object:
 # ---------------------------------------------------------------- operands
 
 
-def _arguments(
-    part: Part,
-    q: Tensor,
-    kv: PagedKV,
-    metadata: AttentionMetadata,
-    block_tables: Tensor,
-    out: Tensor,
-    sinks: Tensor | None,
-) -> tuple[object, ...]:
-    """A kernel's arguments from `out` to `slots`."""
-    spec, base = metadata.spec, metadata.workspace.data_ptr()
-    k_cache, _ = kv.values
-    return (
-        out,
-        block_tables,
-        Int64(q.stride(0)),
-        Int64(k_cache.stride(0)),
-        block_tables.shape[1],
-        k_cache.shape[1].bit_length() - 1,
-        spec.num_heads,
-        spec.num_kv_heads,
-        float(spec.scale),
-        float(spec.soft_cap),
-        spec.window or NO_WINDOW,
-        Int64(0) if sinks is None else sinks,
-        Int64(base + part.items),
-        Int64(base + part.shares),
-        Int64(base + part.arrivals),
-        Int64(base + part.slots),
-    )
+class _Layer(NamedTuple):
+    """What the kernels for the parts of a step share; see `attend`.
+
+    Attributes:
+        q: rows of queries, or of a projection that starts with them.
+        kv: of the layer, or a copy.
+        block_tables: of the step, or those of the copy.
+        metadata, out, sinks: as of `attend`.
+    """
+
+    q: Tensor
+    kv: PagedKV
+    block_tables: Tensor
+    metadata: AttentionMetadata
+    out: Tensor
+    sinks: Tensor | None
+
+    def arguments(self, part: Part) -> tuple[object, ...]:
+        """A kernel's arguments from `out` to `slots`."""
+        spec, base = self.metadata.spec, self.metadata.workspace.data_ptr()
+        k_cache, _ = self.kv.values
+        return (
+            self.out,
+            self.block_tables,
+            Int64(self.q.stride(0)),
+            Int64(k_cache.stride(0)),
+            self.block_tables.shape[1],
+            k_cache.shape[1].bit_length() - 1,
+            spec.num_heads,
+            spec.num_kv_heads,
+            float(spec.scale),
+            float(spec.soft_cap),
+            spec.window or NO_WINDOW,
+            Int64(0) if self.sinks is None else self.sinks,
+            Int64(base + part.items),
+            Int64(base + part.shares),
+            Int64(base + part.arrivals),
+            Int64(base + part.slots),
+        )
 
 
 def _only_part(
