@@ -147,8 +147,8 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
 def abort_while_it_starts(folder: Path, times: int) -> bool:
     """Check a start with so many aborts; false if a busy machine has missed the time for one.
 
-    The last may come just after the server has loaded: as one of a running server, it is no start
-    that failed. A server that were started more often than twice would be ready at each try.
+    The last abort may come just after the server has loaded, so that no start has failed. If a
+    server were started again more often than it may be, it would be ready at each try.
     """
     process = launch(folder, "echo", prepare=without_chat)
     serving = Serving(process, "", "", folder / "models", folder / "shown", folder / "log")
