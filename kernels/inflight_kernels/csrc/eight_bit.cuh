@@ -6,31 +6,6 @@
 
 constexpr float SMALLEST_AMAX = 1e-12f;  // rows of zeros have a scale as well
 
-// Four values in a word, rounded to nearest even. Value: Fp8 or Int8.
-template <typename Value>
-__device__ unsigned pack_bytes(const float* values);
-
-// Larger values become the largest. sm_89 and later.
-template <>
-__device__ inline unsigned pack_bytes<Fp8>(const float* values) {
-    unsigned word = 0;
-#if __CUDA_ARCH__ >= 890
-    unsigned short low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(values[1]), "f"(values[0]));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(values[3]), "f"(values[2]));
-    word = low | static_cast<unsigned>(high) << 16;
-#else
-    __trap();
-#endif
-    return word;
-}
-
-template <>
-__device__ inline unsigned pack_bytes<Int8>(const float* values) {
-    return Int8::encode(values[0]) | Int8::encode(values[1]) << 8 | Int8::encode(values[2]) << 16 |
-           Int8::encode(values[3]) << 24;
-}
-
 // The magnitude of a value as bits, which compare as magnitudes do; NaN is above infinity.
 __device__ inline unsigned magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 
@@ -123,5 +98,5 @@ __device__ void store_bytes(Value* address, const RowScale<Value>& scale,
 #pragma unroll
     for (int j = 0; j < 8; j++) scaled[j] = values[j] * scale.inverse;
     *reinterpret_cast<uint2*>(address) =
-        make_uint2(pack_bytes<Value>(scaled), pack_bytes<Value>(scaled + 4));
+        make_uint2(Value::encode(scaled), Value::encode(scaled + 4));
 }

@@ -1,6 +1,6 @@
 // Keys and values of 8 bits; torch_ops/kv_quantization.py defines their layout and rounding.
 //
-// A byte is encoded from a float and decoded to bfloat16 or float16, all exactly as on any other
+// Bytes are encoded from floats and decoded to bfloat16 or float16, all exactly as on any other
 // GPU: e4m3 by integer operations where there are no instructions for it, below compute
 // capability 8.9.
 #pragma once
@@ -30,16 +30,23 @@ struct Fp8 {  // e4m3
     static constexpr float LARGEST = 448.0f;
     unsigned char bits;
 
-    // Rounds to nearest even; |x| is at most LARGEST, apart from rounding errors.
-    static __device__ __forceinline__ unsigned encode(float x) {
-        const unsigned all = __float_as_uint(x);
-        const unsigned magnitude = all & 0x7fffffffu;
-        // Normal numbers lose 20 bits of mantissa, and have the exponent's bias 7 instead of 127.
-        const unsigned rounded = (magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20;
-        const unsigned normal = min(rounded - (120u << 3), 0x7eu);
-        // Below 2^-6 they are multiples of 2^-9.
-        const unsigned subnormal = __float2uint_rn(__uint_as_float(magnitude) * 512.0f);
-        return (magnitude < 0x3c800000u ? subnormal : normal) | (all >> 24 & 0x80u);
+    // Four values as the bytes of a word. Rounds to nearest even; larger values become the largest.
+    static __device__ __forceinline__ unsigned encode(const float* values) {
+        unsigned word = 0;
+#if __CUDA_ARCH__ >= 890
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+            "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+            "mov.b32 %0, {low, high};\n"
+            "}"
+            : "=r"(word)
+            : "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]));
+#else
+#pragma unroll
+        for (int i = 0; i < 4; i++) word |= encode_one(values[i]) << 8 * i;
+#endif
+        return word;
     }
 
     // Bytes 0 and 2, and bytes 1 and 3 of a word, as pairs of bfloat16.
@@ -70,6 +77,17 @@ struct Fp8 {  // e4m3
 
    private:
 #if __CUDA_ARCH__ < 890
+    static __device__ __forceinline__ unsigned encode_one(float x) {
+        const unsigned all = __float_as_uint(x);
+        const unsigned magnitude = all & 0x7fffffffu;
+        // Normal numbers lose 20 bits of mantissa, and have the exponent's bias 7 instead of 127.
+        const unsigned rounded = (magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20;
+        const unsigned normal = min(rounded - (120u << 3), 0x7eu);
+        // Below 2^-6 they are multiples of 2^-9.
+        const unsigned subnormal = __float2uint_rn(__uint_as_float(magnitude) * 512.0f);
+        return (magnitude < 0x3c800000u ? subnormal : normal) | (all >> 24 & 0x80u);
+    }
+
     // The upper byte of each half. Its exponent becomes the lower bits of float16's, whose bias is
     // larger by 8.
     static __device__ __forceinline__ unsigned widen_to_halves(unsigned word) {
@@ -91,9 +109,13 @@ struct Int8 {
     static constexpr float LARGEST = 127.0f;
     signed char bits;
 
-    // Rounds to nearest even; |x| is at most LARGEST, apart from rounding errors.
-    static __device__ __forceinline__ unsigned encode(float x) {
-        return static_cast<unsigned>(__float2int_rn(x)) & 0xffu;
+    // See Fp8; magnitudes are at most LARGEST, apart from rounding errors.
+    static __device__ __forceinline__ unsigned encode(const float* values) {
+        unsigned word = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            word |= (static_cast<unsigned>(__float2int_rn(values[i])) & 0xffu) << 8 * i;
+        return word;
     }
 
     // See Fp8.
@@ -235,11 +257,10 @@ __device__ __forceinline__ float inverse_of(__half scale) {
 // Four values, multiplied by the inverse of their scale, as bytes of a word; zeros if that is 0.
 template <typename Byte>
 __device__ __forceinline__ unsigned encode_word(const float* values, float inverse) {
-    unsigned word = 0;
+    float scaled[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        word |= Byte::encode(inverse > 0.0f ? values[i] * inverse : 0.0f) << 8 * i;
-    return word;
+    for (int i = 0; i < 4; i++) scaled[i] = inverse > 0.0f ? values[i] * inverse : 0.0f;
+    return Byte::encode(scaled);
 }
 
 // Keys of Int8 and their queries are spread: blocks of columns of a head are Hadamard transformed,

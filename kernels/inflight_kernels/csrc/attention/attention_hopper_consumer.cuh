@@ -239,7 +239,7 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
             const float by = factor[i / 2 % 2];
             const float scaled[4] = {sums[i] * by, sums[i + 1] * by, sums[i + 4] * by,
                                      sums[i + 5] * by};
-            return pack_bytes<Fp8>(scaled);
+            return Fp8::encode(scaled);
         };
         const int i = vector * 8;
         ptx::store_matrices(target + S::place(lane % 16, vector + lane / 16), word(i), word(i + 2),

@@ -76,7 +76,7 @@ __device__ __forceinline__ uint4 divided(const uint4& raw, unsigned less) {
         Fp8::decode_halves<false>(word, low, high);
         const float2 a = __half22float2(as_halves(low)), b = __half22float2(as_halves(high));
         const float scaled[4] = {a.x * factor, a.y * factor, b.x * factor, b.y * factor};
-        return pack_bytes<Fp8>(scaled);
+        return Fp8::encode(scaled);
     };
     return make_uint4(converted(raw.x), converted(raw.y), converted(raw.z), converted(raw.w));
 }
@@ -136,7 +136,7 @@ __device__ __forceinline__ void settle(const T* left, unsigned char* values, flo
 #pragma unroll
             for (int j = 0; j < VECTOR<T>; j++) a[j] *= inverse;
             *reinterpret_cast<uint2*>(values + column) =
-                make_uint2(pack_bytes<Fp8>(a), pack_bytes<Fp8>(a + 4));
+                make_uint2(Fp8::encode(a), Fp8::encode(a + 4));
         });
     }
 }

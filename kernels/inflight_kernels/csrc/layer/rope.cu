@@ -6,6 +6,8 @@ __device__ constexpr int power_of_two_from(int n) {
     return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
 }
 
+constexpr int MANY_TOKENS = 1024;
+
 // The largest magnitude in two vectors of each of WIDTH lanes; NaN if there is one, as among bit
 // patterns it is the largest. All lanes of the warp must call it.
 template <int WIDTH, int N>
@@ -60,9 +62,9 @@ __device__ void spread(float (&a)[N], float (&b)[N]) {
 // Writes values, multiplied by the inverse of their scale, as bytes; zeros if that is 0.
 template <typename C, int N>
 __device__ void store_bytes(C* target, const float (&values)[N], float inverse) {
-#pragma unroll
-    for (int j = 0; j < N; j += 4)
-        reinterpret_cast<unsigned*>(target)[j / 4] = encode_word<C>(values + j, inverse);
+    static_assert(N == 8, "a lane has 8 bytes");
+    *reinterpret_cast<uint2*>(target) =
+        make_uint2(encode_word<C>(values, inverse), encode_word<C>(values + 4, inverse));
 }
 
 // One block per token. A row of qkv is num_heads heads of q, then num_kv_heads of k and of v.
@@ -103,15 +105,6 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
     if (!history_ready) pdl_wait();
     pdl_launch_dependents();
     const long long slot = load_l2(slots + token), position = load_l2(positions + token);
-    float c[N], s[N];
-    if (lane < LANES) {
-        load_floats(cos + position * D + column, c);
-        load_floats(sin + position * D + HALF + column, s);
-    }
-    // Only bytes are much work.
-    const bool rehearsed = !SAME<T, C> && history_ready && rehearses();
-    if (history_ready && !rehearsed) pdl_wait();
-
     const T* row = qkv + token * qkv_stride + column;
     // The vectors of the next iteration are loaded during this one.
     uint4 low = {}, high = {};
@@ -120,10 +113,29 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
         low = load_vector(row + head * D);
         high = load_vector(row + head * D + HALF);
     };
-    if (!rehearsed) load(first);
-    const long long place = slot < 0 ? -1
-                                     : static_cast<int>(slot) / block_size * block_stride +
-                                           static_cast<int>(slot) % block_size * slot_stride;
+    // Most blocks of many tokens start when there is nothing to wait for. (Of integers, the
+    // compiler would use so many more registers that fewer blocks fit.)
+    const bool starts_late = !SAME<C, Int8> && gridDim.x >= MANY_TOKENS;
+    if (starts_late) {
+        if (history_ready) pdl_wait();
+        load(first);  // before the angles, which wait for positions
+    }
+    float c[N], s[N];
+    if (lane < LANES) {
+        load_floats(cos + position * D + column, c);
+        load_floats(sin + position * D + HALF + column, s);
+    }
+    // Only bytes are much work.
+    const bool rehearsed = !SAME<T, C> && history_ready && rehearses();
+    if (!starts_late && !rehearsed) {
+        if (history_ready) pdl_wait();
+        load(first);
+    }
+    const int block = slot < 0 ? -1 : static_cast<int>(slot) / block_size;
+    const int offset = static_cast<int>(slot) - block * block_size;  // in the block
+    const auto place_of = [&](int kv_head) {
+        return block * block_stride + offset * slot_stride + kv_head * head_stride;
+    };
 
     // By all lanes of a warp: the reduction of NORM needs all of them. No head is `mine` when it is
     // rehearsed, with a negative one.
@@ -163,12 +175,11 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
             T* target;
             if (head < num_heads) {
                 target = q_out + token * q_stride + head * D;
-            } else if (place < 0) {
+            } else if (block < 0) {
                 return;
-            } else if (rotated) {
-                target = k_cache + place + (head - num_heads) * head_stride;
             } else {
-                target = v_cache + place + (head - num_heads - num_kv_heads) * head_stride;
+                const int kv_head = head - num_heads - (rotated ? 0 : num_kv_heads);
+                target = (rotated ? k_cache : v_cache) + place_of(kv_head);
             }
             store_vector(target + column, pack<T>(a));
             store_vector(target + column + HALF, pack<T>(b));
@@ -191,16 +202,21 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
                     }
                 }
             }
-            const float largest = largest_of<GROUP>(a, b);
-            float code = C::LARGEST;  // what the largest value becomes
-            if constexpr (SAME<C, Fp8>) {
-                const bool is_key = rotated && (head >= num_heads || head < 0);
-                if (__any_sync(FULL_WARP, is_key)) {
-                    const int best = best_scale<GROUP>(a, b, largest);
-                    if (is_key) code = KeyScales::code_of(best);
+            const bool is_cached = head >= num_heads || head < 0;
+            __half scale = {};
+            // Of spread queries, too, for the same reason.
+            if (SAME<C, Int8> || __any_sync(FULL_WARP, is_cached)) {
+                const float largest = largest_of<GROUP>(a, b);
+                float code = C::LARGEST;  // what the largest value becomes
+                if constexpr (SAME<C, Fp8>) {
+                    const bool is_key = rotated && is_cached;
+                    if (__any_sync(FULL_WARP, is_key)) {
+                        const int best = best_scale<GROUP>(a, b, largest);
+                        if (is_key) code = KeyScales::code_of(best);
+                    }
                 }
+                scale = scale_of(largest, code);
             }
-            const __half scale = scale_of(largest, code);
             if (!mine) return;
             if (head < num_heads) {
                 T* const target = q_out + token * q_stride + head * D + column;
@@ -208,18 +224,17 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
                 store_vector(target + HALF, pack<T>(b));
                 return;
             }
-            if (place < 0) return;
+            if (block < 0) return;
             const int kv_head = head - num_heads - (rotated ? 0 : num_kv_heads);
             C* const cache = rotated ? k_cache : v_cache;
-            C* const target = cache + place + kv_head * head_stride + column;
+            C* const target = cache + place_of(kv_head) + column;
             const float inverse = inverse_of(scale);
             store_bytes(target, a, inverse);
             store_bytes(target + HALF, b, inverse);
             if (lane > 0) return;
-            const int block = static_cast<int>(slot) / block_size;
             __half* const scales = reinterpret_cast<__half*>(
                 cache + block * block_stride + scales_offset(block_size, num_kv_heads, D));
-            scales[kv_head * block_size + static_cast<int>(slot) % block_size] = scale;
+            scales[kv_head * block_size + offset] = scale;
         }
     };
 #pragma unroll 1

@@ -117,7 +117,7 @@ struct Results {
                                          values[4] * inverses[r], values[5] * inverses[r]};
                 // A lane has two columns of eight, and two of the next eight. It gets four that are
                 // adjacent, from two lanes.
-                const unsigned word = pack_bytes<Fp8>(scaled);
+                const unsigned word = Fp8::encode(scaled);
                 const unsigned first = __shfl_sync(FULL_WARP, word, q % 2 * 2, 4);
                 const unsigned second = __shfl_sync(FULL_WARP, word, q % 2 * 2 + 1, 4);
                 *reinterpret_cast<unsigned*>(boxes + (row + 8 * r) * COLUMNS + 8 * n + 4 * q) =

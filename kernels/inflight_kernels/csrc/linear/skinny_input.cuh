@@ -137,7 +137,7 @@ __device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, i
 #pragma unroll
                 for (int j = 0; j < 2 * N; j++) a[j] *= scale.inverse;
 #pragma unroll
-                for (int j = 0; j < 4; j++) words[j] = pack_bytes<Value>(a + 4 * j);
+                for (int j = 0; j < 4; j++) words[j] = Value::encode(a + 4 * j);
             }
             if (SPREADS && first_step + step >= last_step) continue;
             store_vector(to + step * MAX_QUANTIZED * DEPTH + t * DEPTH + (chunk ^ t) * 16,
