@@ -6,7 +6,7 @@ __device__ constexpr int power_of_two_from(int n) {
     return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
 }
 
-constexpr int MANY_TOKENS = 1024;
+constexpr int MANY_TOKENS = 1024;  // most of their blocks start after others have ended
 
 // The largest magnitude in two vectors of each of WIDTH lanes; NaN if there is one, as among bit
 // patterns it is the largest. All lanes of the warp must call it.
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
         low = load_vector(row + head * D);
         high = load_vector(row + head * D + HALF);
     };
-    // Most blocks of many tokens start when there is nothing to wait for. (Of integers, the
-    // compiler would use so many more registers that fewer blocks fit.)
+    // Blocks that start late have no preceding kernel to wait for. With Int8, for which the
+    // compiler would use so many more registers that fewer blocks fit, all are treated alike.
     const bool starts_late = !SAME<C, Int8> && gridDim.x >= MANY_TOKENS;
     if (starts_late) {
         if (history_ready) pdl_wait();
@@ -204,8 +204,7 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
             }
             const bool is_cached = head >= num_heads || head < 0;
             __half scale = {};
-            // Of spread queries, too, for the same reason.
-            if (SAME<C, Int8> || __any_sync(FULL_WARP, is_cached)) {
+            if (__any_sync(FULL_WARP, is_cached)) {  // queries need no scale
                 const float largest = largest_of<GROUP>(a, b);
                 float code = C::LARGEST;  // what the largest value becomes
                 if constexpr (SAME<C, Fp8>) {
