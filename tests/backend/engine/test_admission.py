@@ -90,6 +90,15 @@ def test_the_whole_context_is_limited_to_a_small_pool() -> None:
         admission.sequence(Request(1, [1] * 10, SamplingParams(max_tokens=54)))
 
 
+@pytest.mark.parametrize("token_id", [-1, -(2**40), 100, 2**32 - 1, 2**32, 2**70])
+def test_an_id_beyond_the_vocabulary_is_refused_by_name(token_id: int) -> None:
+    """Also one that no array of 32 bits holds."""
+    admission = Admission(PoolLimits(99, KVTables.single(4), 4), 100, 64, 16, [2])
+    admission.sequence(Request(1, [0, 99, 5], SamplingParams()))
+    with pytest.raises(RequestError, match=rf"token id {token_id} is not in the .*: 0 to 99"):
+        admission.sequence(Request(2, [0, 99, token_id, 5], SamplingParams()))
+
+
 def test_stop_tokens_end_a_request_beside_the_model_s_own() -> None:
     admission = Admission(PoolLimits(99, KVTables.single(4), 4), 100, 64, 16, [2])
     params = SamplingParams(end_id=9, stop_token_ids=(7, 8, 7))
