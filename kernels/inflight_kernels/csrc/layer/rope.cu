@@ -6,7 +6,7 @@ __device__ constexpr int power_of_two_from(int n) {
     return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
 }
 
-constexpr int MANY_TOKENS = 1024;  // most of their blocks start after others have ended
+constexpr int BLOCKS_AT_ONCE = 1024;  // about as many as a GPU runs; others start late
 
 // The largest magnitude in two vectors of each of WIDTH lanes; NaN if there is one, as among bit
 // patterns it is the largest. All lanes of the warp must call it.
@@ -60,9 +60,8 @@ __device__ void spread(float (&a)[N], float (&b)[N]) {
 }
 
 // Writes values, multiplied by the inverse of their scale, as bytes; zeros if that is 0.
-template <typename C, int N>
-__device__ void store_bytes(C* target, const float (&values)[N], float inverse) {
-    static_assert(N == 8, "a lane has 8 bytes");
+template <typename C>
+__device__ void store_bytes(C* target, const float (&values)[8], float inverse) {
     *reinterpret_cast<uint2*>(target) =
         make_uint2(encode_word<C>(values, inverse), encode_word<C>(values + 4, inverse));
 }
@@ -113,12 +112,13 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
         low = load_vector(row + head * D);
         high = load_vector(row + head * D + HALF);
     };
-    // Blocks that start late have no preceding kernel to wait for. With Int8, for which the
-    // compiler would use so many more registers that fewer blocks fit, all are treated alike.
-    const bool starts_late = !SAME<C, Int8> && gridDim.x >= MANY_TOKENS;
+    // Blocks that start late have no preceding kernel to wait for, and load before the angles,
+    // which wait for positions. With Int8, for which the compiler would use so many more registers
+    // that fewer blocks fit, all are treated alike.
+    const bool starts_late = !SAME<C, Int8> && gridDim.x >= BLOCKS_AT_ONCE;
     if (starts_late) {
         if (history_ready) pdl_wait();
-        load(first);  // before the angles, which wait for positions
+        load(first);
     }
     float c[N], s[N];
     if (lane < LANES) {
