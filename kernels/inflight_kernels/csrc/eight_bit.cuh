@@ -48,18 +48,23 @@ __device__ inline float inverse_coarse_scale(unsigned code) {
     return __uint_as_float(code == BROKEN_CODE ? 0u : (259 - COARSE_BITS * code) << 23);
 }
 
+// Maximum over the warp, all of whose lanes must call it; returned to every lane.
+__device__ inline unsigned warp_max(unsigned value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(FULL_WARP, value);
+#else
+    return value;  // nothing is quantised there
+#endif
+}
+
 // Maximum over the block, whose size is a multiple of 32; returned to every thread. One barrier;
 // `partial` must not be reused before another one.
 __device__ inline unsigned block_max(unsigned value, unsigned (&partial)[32]) {
-#if __CUDA_ARCH__ >= 800
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-    value = __reduce_max_sync(FULL_WARP, value);
+    value = warp_max(value);
     if (lane == 0) partial[warp] = value;
     __syncthreads();
-    return __reduce_max_sync(FULL_WARP, lane < num_warps ? partial[lane] : 0u);
-#else
-    return value;
-#endif
+    return warp_max(lane < num_warps ? partial[lane] : 0u);
 }
 
 // Rows of Int8 may be spread before they are quantised: blocks of 2^bits columns are Hadamard

@@ -127,6 +127,19 @@ def test_a_norm_without_a_residual_is_quantised() -> None:
     _check(out, expected, 1e-5)
 
 
+@pytest.mark.parametrize("hidden", [576, 4096, 16384])
+@pytest.mark.parametrize("rows", [3, 1100])
+def test_the_size_of_a_row_is_in_the_scale_of_its_norm_alone(rows: int, hidden: int) -> None:
+    x, weight = _random(rows, hidden), torch.randn(hidden, device="cuda")
+    sizes = 2.0 ** (torch.arange(rows, device="cuda", dtype=DTYPE)[:, None] % 21 - 10)
+    out = [ScaledRows.empty(rows, hidden, "cuda", VALUES) for _ in range(2)]
+    rms_norm(x, weight, EPS, out=out[0])
+    rms_norm(x * sizes, weight, EPS, out=out[1])
+    assert torch.equal(out[0].values.view(torch.uint8), out[1].values.view(torch.uint8))
+    expected, _ = transformer.rms_norm((x * sizes).double(), weight.double(), EPS)
+    _check(out[1], expected, 1e-5)
+
+
 def test_the_norm_of_a_broken_row_has_a_scale_of_nan() -> None:
     x, weight = _random(3, 4096), torch.ones(4096, device="cuda")
     x[1, 5] = torch.nan

@@ -28,22 +28,33 @@ struct StoredRows {
 
 constexpr int MAX_PARTIAL_SUMS = 128;  // of 16 warps with 8 vectors a thread
 
+// What each warp of a block has found of a row.
+struct RowPartials {
+    float sums[MAX_PARTIAL_SUMS];
+    unsigned maxima[32];
+};
+
 // The sum over a row of what is given for each of a thread's vectors, in an order that does not
-// depend on the number of threads: of each 32 adjacent vectors, then of these sums. Returned to
-// every thread; one barrier.
-template <int VECTORS>
-__device__ float row_sum(const float (&values)[VECTORS], float (&partial)[MAX_PARTIAL_SUMS]) {
+// depend on the number of threads: of each 32 adjacent vectors, then of these sums. With MAX,
+// `largest` becomes the row's. Both for every thread; one barrier, and `partials` must not be
+// reused before another one.
+template <bool MAX, int VECTORS>
+__device__ float reduce_row(const float (&values)[VECTORS], unsigned& largest,
+                            RowPartials& partials) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+    if (MAX) largest = warp_max(largest);
+    if (MAX && lane == 0) partials.maxima[warp] = largest;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         const float sum = warp_sum(values[i]);
-        if (lane == 0) partial[i * num_warps + warp] = sum;
+        if (lane == 0) partials.sums[i * num_warps + warp] = sum;
     }
     __syncthreads();
+    if (MAX) largest = warp_max(lane < num_warps ? partials.maxima[lane] : 0u);
     float sum = 0.0f;
 #pragma unroll
     for (int from = 0; from < MAX_PARTIAL_SUMS; from += 32)
-        if (from + lane < VECTORS * num_warps) sum += partial[from + lane];
+        if (from + lane < VECTORS * num_warps) sum += partials.sums[from + lane];
     return warp_sum(sum);
 }
 
@@ -56,6 +67,9 @@ __device__ float row_sum(const float (&values)[VECTORS], float (&partial)[MAX_PA
 //
 // ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
 // or Fp8 or Int8 with a scale for each row. SPREADS: by spread_bits first (see spread_columns).
+//
+// What is quantised is a row times the weights: its norm has the same bytes, and another scale. So
+// the largest magnitude is found together with the sum of squares.
 template <typename T, typename R, typename Out, int VECTORS, bool ADD, bool SPREADS, class Rows>
 __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const float* weight,
                                          R* total, Out* out, float* scales, int hidden, float eps,
@@ -63,8 +77,9 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
     constexpr int N = VECTOR<T>, M = VECTOR<R>;
     constexpr int PARTS = N / M;  // vectors of R with the values of one of T
     static_assert(PARTS * M == N, "R has at least the size of T");
-    __shared__ float partial[MAX_PARTIAL_SUMS];
     constexpr bool SEVERAL = Rows::SEVERAL && VECTORS > 1 && !ADD;
+    __shared__ RowPartials partials[SEVERAL ? 2 : 1];  // in turn: one barrier for each row
+    constexpr bool QUANTIZES = !SAME<Out, T>;
     int own = x.first(), last = own;
     if constexpr (SEVERAL) last = x.last();
 
@@ -95,6 +110,7 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
         }
     };
     bool real = !REHEARSES || !rehearses(), is_loaded = false;
+    int turn = 0;
     if (!real) {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
@@ -112,12 +128,26 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
             load(row);
         }
 
+        // Multiplies values of a vector by the weights and a factor.
+        const auto weigh = [&](int i, int column, float (&a)[N], float factor) {
+            float (&w)[N] = weights[EARLY ? i : 0];
+            if (!EARLY) load_floats(weight + column, w);
+#pragma unroll
+            for (int j = 0; j < N; j++) a[j] *= factor * w[j];
+        };
+        const auto unpack_sum = [&](int i, float (&a)[N]) {
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+                unpack<R>(sums[i][part], *reinterpret_cast<float (*)[M]>(a + part * M));
+        };
         float squares[VECTORS] = {};
+        float spread[SPREADS ? VECTORS : 1][N];  // as they are quantised
+        unsigned largest = 0;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             const int column = (i * blockDim.x + threadIdx.x) * N;
+            float (&a)[N] = spread[SPREADS ? i : 0];
             if (column < hidden) {
-                float a[N];
                 x.unpack_to(values[i], a);
                 if constexpr (ADD || PARTS > 1) {
 #pragma unroll
@@ -138,69 +168,52 @@ __device__ __forceinline__ void norm_row(const Rows& x, const R* residual, const
                 }
 #pragma unroll
                 for (int j = 0; j < N; j++) squares[i] += a[j] * a[j];
+                if (QUANTIZES) weigh(i, column, a, 1.0f);
+            } else if (SPREADS) {
+#pragma unroll
+                for (int j = 0; j < N; j++) a[j] = 0.0f;
             }
+            if constexpr (SPREADS) spread_columns(a, spread_bits);
+            if (!QUANTIZES || (!SPREADS && column >= hidden)) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
         }
         if (SEVERAL && own > last) load(row - hidden);
-        const float scale = rsqrtf(row_sum(squares, partial) / hidden + eps);
+        const float mean = reduce_row<QUANTIZES>(squares, largest, partials[turn]) / hidden;
+        const float scale = rsqrtf(mean + eps);
 
-        // Values of a vector, normed.
-        const auto normed = [&](int i, int column, float (&a)[N]) {
-            float (&w)[N] = weights[EARLY ? i : 0];
-            if (!EARLY) load_floats(weight + column, w);
-#pragma unroll
-            for (int part = 0; part < PARTS; part++)
-                unpack<R>(sums[i][part], *reinterpret_cast<float (*)[M]>(a + part * M));
-#pragma unroll
-            for (int j = 0; j < N; j++) a[j] *= scale * w[j];
-        };
-        if constexpr (SAME<Out, T>) {
+        if constexpr (QUANTIZES) {
+            const RowScale<Out> quantized(largest);
+            if (real && threadIdx.x == 0) scales[own] = quantized.scale * scale;
 #pragma unroll
             for (int i = 0; i < VECTORS; i++) {
                 const int column = (i * blockDim.x + threadIdx.x) * N;
-                if (column < hidden) {
-                    float a[N];
-                    normed(i, column, a);
-                    if (real) store_vector(out + row + column, pack<T>(a));
+                if (column >= hidden) continue;
+                float (&a)[N] = spread[SPREADS ? i : 0];
+                if (!SPREADS) {
+                    unpack_sum(i, a);
+                    weigh(i, column, a, 1.0f);
                 }
+                if (real) store_bytes<T>(out + row + column, quantized, a);
             }
         } else {
-            __shared__ unsigned maxima[32];
-            float spread[SPREADS ? VECTORS : 1][N];  // as they are quantised
-            unsigned largest = 0;
 #pragma unroll
             for (int i = 0; i < VECTORS; i++) {
                 const int column = (i * blockDim.x + threadIdx.x) * N;
-                float(&a)[N] = spread[SPREADS ? i : 0];
-                if constexpr (SPREADS) {
-                    if (column < hidden) {
-                        normed(i, column, a);
-                    } else {
-#pragma unroll
-                        for (int j = 0; j < N; j++) a[j] = 0.0f;
-                    }
-                    spread_columns(a, spread_bits);
-                } else {
-                    if (column >= hidden) continue;
-                    normed(i, column, a);
-                }
-#pragma unroll
-                for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
-            }
-            const RowScale<Out> quantized(block_max(largest, maxima));
-            if (real && threadIdx.x == 0) scales[own] = quantized.scale;
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) {
-                const int column = (i * blockDim.x + threadIdx.x) * N;
-                if (column < hidden) {
-                    float (&a)[N] = spread[SPREADS ? i : 0];
-                    if (!SPREADS) normed(i, column, a);
-                    if (real) store_bytes<T>(out + row + column, quantized, a);
-                }
+                if (column >= hidden) continue;
+                float a[N];
+                unpack_sum(i, a);
+                weigh(i, column, a, scale);
+                if (real) store_vector(out + row + column, pack<T>(a));
             }
         }
         if (real && own == last) return;
-        if (!SEVERAL || SAME<Out, T>) __syncthreads();  // else block_max has one, after row_sum's
-        if (SEVERAL) own--;
+        if (SEVERAL) {
+            own--;
+            turn ^= 1;
+        } else {
+            __syncthreads();
+        }
         is_loaded = SEVERAL;
         real = true;
     }
