@@ -112,10 +112,12 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
         low = load_vector(row + head * D);
         high = load_vector(row + head * D + HALF);
     };
+    // With Int8 the compiler would use so many more registers for the two things that depend on it
+    // that fewer blocks fit.
+    constexpr bool ANTICIPATES = !SAME<C, Int8>;
     // Blocks that start late have no preceding kernel to wait for, and load before the angles,
-    // which wait for positions. With Int8, for which the compiler would use so many more registers
-    // that fewer blocks fit, all are treated alike.
-    const bool starts_late = !SAME<C, Int8> && gridDim.x >= BLOCKS_AT_ONCE;
+    // which wait for positions.
+    const bool starts_late = ANTICIPATES && gridDim.x >= BLOCKS_AT_ONCE;
     if (starts_late) {
         if (history_ready) pdl_wait();
         load(first);
@@ -125,22 +127,36 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
         load_floats(cos + position * D + column, c);
         load_floats(sin + position * D + HALF + column, s);
     }
+    const int block = slot < 0 ? -1 : static_cast<int>(slot) / block_size;
+    const int offset = static_cast<int>(slot) - block * block_size;  // in the block
+    // Which cache a head of k or v is written to, and the address of its columns there.
+    const int first_value = num_heads + num_kv_heads;
+    const auto cache_of = [&](int head) { return head < first_value ? k_cache : v_cache; };
+    const auto kv_head_of = [&](int head) {
+        return head - (head < first_value ? num_heads : first_value);
+    };
+    const auto place_of = [&](int head) {
+        return cache_of(head) + block * block_stride + offset * slot_stride +
+               kv_head_of(head) * head_stride + column;
+    };
+    // While the preceding kernel ends, the page of the cache that a head is written to is looked
+    // up: otherwise all would be computed by then, and the next kernel wait for it.
+    if (ANTICIPATES && history_ready && !starts_late && block >= 0 && lane < LANES &&
+        first >= num_heads && first < all_heads) {
+        prefetch_l2(place_of(first));
+        prefetch_l2(place_of(first) + HALF);
+    }
     // Only bytes are much work.
     const bool rehearsed = !SAME<T, C> && history_ready && rehearses();
     if (!starts_late && !rehearsed) {
         if (history_ready) pdl_wait();
         load(first);
     }
-    const int block = slot < 0 ? -1 : static_cast<int>(slot) / block_size;
-    const int offset = static_cast<int>(slot) - block * block_size;  // in the block
-    const auto place_of = [&](int kv_head) {
-        return block * block_stride + offset * slot_stride + kv_head * head_stride;
-    };
 
     // By all lanes of a warp: the reduction of NORM needs all of them. No head is `mine` when it is
     // rehearsed, with a negative one.
     const auto process = [&](int head, bool mine, float (&a)[N], float (&b)[N]) {
-        const bool rotated = head < num_heads + num_kv_heads;
+        const bool rotated = head < first_value;
         if (NORM) {
             float squares = 0.0f;
 #pragma unroll
@@ -172,17 +188,11 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
             }
         }
         if constexpr (SAME<T, C>) {
-            T* target;
-            if (head < num_heads) {
-                target = q_out + token * q_stride + head * D;
-            } else if (block < 0) {
-                return;
-            } else {
-                const int kv_head = head - num_heads - (rotated ? 0 : num_kv_heads);
-                target = (rotated ? k_cache : v_cache) + place_of(kv_head);
-            }
-            store_vector(target + column, pack<T>(a));
-            store_vector(target + column + HALF, pack<T>(b));
+            if (head >= num_heads && block < 0) return;
+            T* const target =
+                head < num_heads ? q_out + token * q_stride + head * D + column : place_of(head);
+            store_vector(target, pack<T>(a));
+            store_vector(target + HALF, pack<T>(b));
         } else {
             if constexpr (SAME<C, Int8>) {
                 if (__any_sync(FULL_WARP, rotated)) {
@@ -224,16 +234,14 @@ __global__ void __launch_bounds__(512, SAME<C, Fp8> ? 2 : 0)
                 return;
             }
             if (block < 0) return;
-            const int kv_head = head - num_heads - (rotated ? 0 : num_kv_heads);
-            C* const cache = rotated ? k_cache : v_cache;
-            C* const target = cache + place_of(kv_head) + column;
+            C* const target = place_of(head);
             const float inverse = inverse_of(scale);
             store_bytes(target, a, inverse);
             store_bytes(target + HALF, b, inverse);
             if (lane > 0) return;
             __half* const scales = reinterpret_cast<__half*>(
-                cache + block * block_stride + scales_offset(block_size, num_kv_heads, D));
-            scales[kv_head * block_size + offset] = scale;
+                cache_of(head) + block * block_stride + scales_offset(block_size, num_kv_heads, D));
+            scales[kv_head_of(head) * block_size + offset] = scale;
         }
     };
 #pragma unroll 1
