@@ -35,9 +35,7 @@ def drawn(n: int, k: int) -> Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(0))
 
 
-def errors_of(
-    values: np.ndarray, ends: tuple[float, float], nudges: tuple[float, float] = (0, 0)
-) -> float:
+def errors_of(values: np.ndarray, ends: tuple[float, float], nudges: tuple[float, float]) -> float:
     """Sum of squares of a try, in float64; from the definition, for one group.
 
     Args:
